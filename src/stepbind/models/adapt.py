@@ -1,0 +1,85 @@
+"""Making a transformers model's layers read the bound context, for as long as somebody needs it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from transformers import AttentionInterface
+
+from stepbind.groups import GroupKind
+from stepbind.layers import Layer, discover_layers
+from stepbind.models.attention import NAME, attention_forward
+from stepbind.models.family import family_of
+from stepbind.models.gated_delta import gated_delta_forward
+
+AttentionInterface.register(NAME, attention_forward)
+
+
+@dataclass(eq=False)
+class _Adaptation:
+    """What was done to a model, by how many scopes it is wanted, and what stood there before."""
+
+    layers: tuple[Layer, ...]
+    attention: str
+    users: int = 0
+    own_forward: dict[str, Any] = field(default_factory=dict)  # module name -> an instance's own forward
+
+
+_adaptations: WeakKeyDictionary[nn.Module, _Adaptation] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+@contextmanager
+def adapted(model: Any) -> Iterator[tuple[Layer, ...]]:
+    """The model's layers, reading the bound context inside the block: attention through transformers' attention
+    interface, Gated DeltaNet through a forward of ours.
+
+    Scopes nest and may overlap across threads; the last one to leave puts back what the first one replaced, in
+    reverse order. Inside, a forward without `bind` raises `NotBoundError`, in whichever thread it runs.
+
+    Raises `UnknownModelError` and `StepError` as `discover_layers`.
+    """
+    with _lock:
+        adaptation = _adaptations.get(model)
+        if adaptation is None:
+            adaptation = _adapt(model)
+            _adaptations[model] = adaptation
+        adaptation.users += 1
+    try:
+        yield adaptation.layers
+    finally:
+        with _lock:
+            adaptation.users -= 1
+            if adaptation.users == 0:
+                del _adaptations[model]
+                _restore(model, adaptation)
+
+
+def _adapt(model: Any) -> _Adaptation:
+    family = family_of(model)
+    adaptation = _Adaptation(discover_layers(model), model.config._attn_implementation)
+    model.set_attn_implementation(NAME)
+    for layer in adaptation.layers:
+        if layer.kind is GroupKind.STATE and family.delta is not None:
+            attributes = vars(layer.module)
+            if "forward" in attributes:
+                adaptation.own_forward[layer.name] = attributes["forward"]
+            layer.module.forward = partial(gated_delta_forward, layer.module, family.delta)
+    return adaptation
+
+
+def _restore(model: Any, adaptation: _Adaptation) -> None:
+    for layer in reversed(adaptation.layers):
+        if layer.kind is GroupKind.STATE:
+            if layer.name in adaptation.own_forward:
+                layer.module.forward = adaptation.own_forward[layer.name]
+            else:
+                del layer.module.forward
+    model.set_attn_implementation(adaptation.attention)

@@ -1,0 +1,68 @@
+"""Model families: which transformers architectures stepbind can feed, and what it needs to know of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepbind.errors import UnknownModelError
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaInputs:
+    """What a Gated DeltaNet layer projects from its hidden states. T tokens."""
+
+    mixed: torch.Tensor  # [T, conv channels]: queries, keys and values side by side, before the convolution
+    gate: torch.Tensor  # [T, value heads, value dim], for the gated norm of the output
+    beta: torch.Tensor  # [T, value heads], learning rate
+    a: torch.Tensor  # [T, value heads], the decay before softplus
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaLayout:
+    """How one architecture's Gated DeltaNet module names and arranges its projections."""
+
+    module_class: str
+    project: Callable[[Any, torch.Tensor], DeltaInputs]  # (module, hidden [T, hidden size])
+    norm: str  # name of the gated norm submodule
+    out: str  # name of the output projection
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One transformers architecture. Class names are the modeling file's."""
+
+    name: str
+    model_types: tuple[str, ...]  # `config.model_type` of the causal language model
+    layers: str  # for people: which layer kinds it mixes
+    attention_class: str
+    delta: DeltaLayout | None = None
+    unsupported: Callable[[Any], str | None] = lambda config: None  # what in a config we cannot serve
+
+
+def families() -> tuple[Family, ...]:
+    """All known families."""
+    from stepbind.models import dense, olmo_hybrid, qwen3_5, qwen3_next
+
+    return (*qwen3_next.FAMILIES, *qwen3_5.FAMILIES, *olmo_hybrid.FAMILIES, *dense.FAMILIES)
+
+
+def family_of(model: nn.Module) -> Family:
+    """The family of a transformers model.
+
+    Raises `UnknownModelError`, listing what is known, for any other model and for variants that are not served.
+    """
+    config = vars(model).get("config")
+    model_type = config.model_type if config is not None else type(model).__name__
+    for family in families():
+        if model_type in family.model_types:
+            reason = family.unsupported(config)
+            if reason is not None:
+                raise UnknownModelError(f"{family.name} model", reason, "full attention on every attention layer")
+            return family
+    known = ", ".join(f"{family.name} ({', '.join(family.model_types)})" for family in families())
+    raise UnknownModelError("model type", repr(model_type), f"one of {known}")

@@ -1,0 +1,53 @@
+"""The forward of a Gated DeltaNet module on the bound context, shared by all families that have one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import softplus
+from transformers.activations import ACT2FN
+
+from stepbind.context import current
+from stepbind.errors import StepError
+from stepbind.models.family import DeltaLayout
+from stepbind.ops.causal_conv import causal_conv
+from stepbind.ops.gated_delta import gated_delta
+
+
+def gated_delta_forward(module: Any, layout: DeltaLayout, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """hidden_states [1, T, hidden size] -> the same shape; state comes from and goes to the layer's slots.
+
+    Takes and ignores what transformers' decoder layers pass beside it (cache, mask, positions).
+    Raises `NotBoundError` outside of `bind`, `StepError` for a batch of more than one.
+    """
+    context = current()
+    plan, slots = context.state(module.layer_idx)
+    shared, sizes = context.plan.shared, context.plan.sizes
+    if hidden_states.shape[:2] != (1, sizes.padded_tokens):
+        raise StepError(
+            f"layer {module.layer_idx} hidden_states",
+            f"shape {tuple(hidden_states.shape)}",
+            f"[1, the step's {sizes.padded_tokens} padded tokens, hidden size]",
+        )
+    inputs = layout.project(module, hidden_states[0])
+    weight = module.conv1d.weight.squeeze(1)
+    mixed = causal_conv(inputs.mixed, weight, module.conv1d.bias, slots.conv, plan, shared)
+    mixed = ACT2FN[module.activation](mixed)
+    query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
+    # float32 as in transformers: exp(A_log) can overflow float16.
+    decay = -module.A_log.float().exp() * softplus(inputs.a.float() + module.dt_bias)
+    out = gated_delta(
+        query.unflatten(-1, (-1, module.head_k_dim)),
+        key.unflatten(-1, (-1, module.head_k_dim)),
+        value.unflatten(-1, (-1, module.head_v_dim)),
+        decay,
+        inputs.beta,
+        slots.recurrent,
+        plan,
+        shared,
+        sizes,
+    )
+    norm, project_out = module.get_submodule(layout.norm), module.get_submodule(layout.out)
+    normed: torch.Tensor = norm(out.flatten(0, 1), inputs.gate.flatten(0, 1))
+    return project_out(normed.reshape(1, out.shape[0], -1))  # type: ignore[no-any-return]

@@ -1,0 +1,70 @@
+"""Step -> Plan: what the kernels need, in fixed buffers."""
+
+from __future__ import annotations
+
+from stepbind.errors import BlockFaultError
+from stepbind.plan.arena import NO_FAULT_ROW, Arena, make_arena, plan_views
+from stepbind.plan.fill_torch import fill_torch
+from stepbind.plan.plan import (
+    CONV_CHUNK,
+    GroupPlan,
+    PagedPlan,
+    Plan,
+    Shared,
+    Sizes,
+    Snapshots,
+    StatePlan,
+)
+from stepbind.step import Step
+
+__all__ = [
+    "CONV_CHUNK",
+    "Arena",
+    "GroupPlan",
+    "PagedPlan",
+    "Plan",
+    "Shared",
+    "Sizes",
+    "Snapshots",
+    "StatePlan",
+    "build_plan",
+    "check_faults",
+    "make_arena",
+]
+
+
+def build_plan(step: Step, arena: Arena, *, strict: bool | None = None) -> Plan:
+    """The plan of a step, in the arena's buffers: the next call overwrites it.
+
+    Block table entries that the step needs but that are missing (-1, a reserved block) or out of range become
+    -1 in the plan, so that no op reads or writes through them, and are counted in `arena.faults`. strict=True
+    raises `BlockFaultError` for them before returning (on a GPU that waits for it); strict=False leaves that to
+    `check_faults`. The default is strict on the CPU, where looking costs no wait.
+
+    Raises `StepError` where the step does not fit the arena.
+    """
+    plan = plan_views(arena, step)
+    fill_torch(step, plan, arena)
+    if strict or (strict is None and arena.device.type == "cpu"):
+        check_faults(arena)
+    return plan
+
+
+def check_faults(arena: Arena) -> None:
+    """Raise `BlockFaultError` for faults counted since the last call, and forget them. Reads device memory: call it
+    where waiting is free."""
+    counts = arena.faults.tolist()
+    if not any(count for count, _ in counts):
+        return
+    arena.faults[:, 0] = 0
+    arena.faults[:, 1] = NO_FAULT_ROW
+    where = "; ".join(
+        f"{count} in group {group.name!r} (first in row {row})"
+        for group, (count, row) in zip(arena.cache_groups, counts, strict=True)
+        if count
+    )
+    raise BlockFaultError(
+        "block tables",
+        f"entries missing or out of range: {where}",
+        "a block for every token of every row's context",
+    )

@@ -1,0 +1,177 @@
+"""The fixed buffers that plans live in: made once, sliced per step, never moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from stepbind.errors import StepError
+from stepbind.groups import CacheGroup, GroupKind, check_groups
+from stepbind.plan.plan import CONV_CHUNK, GroupPlan, PagedPlan, Plan, Shared, Sizes, Snapshots, StatePlan
+from stepbind.step import Phase, Step
+
+
+@dataclass(frozen=True, eq=False)
+class Arena:
+    """Buffers for steps of up to `max_rows` rows, `max_tokens` tokens and `max_context` tokens a row.
+
+    `shared` and `groups` are a plan's values at full size; `faults` [G, 2] int32 holds, per group, how many
+    block table entries were needed but missing or out of range, and the lowest row that needed one.
+    """
+
+    max_rows: int
+    max_tokens: int
+    max_context: int
+    device: torch.device
+    shared: Shared
+    groups: tuple[GroupPlan, ...]
+    group_of_layer: dict[int, int]
+    faults: torch.Tensor
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return tuple(plan.group for plan in self.groups)
+
+
+NO_FAULT_ROW = 2**31 - 1
+
+
+def make_arena(
+    groups: Sequence[CacheGroup],
+    *,
+    max_rows: int,
+    max_tokens: int,
+    max_context: int,
+    device: torch.device | str = "cpu",
+) -> Arena:
+    """An arena for these groups. Raises `StepError` for groups that repeat a name or layer, or sizes under 1."""
+    cache_groups = check_groups(groups)
+    for name, value in (("max_rows", max_rows), ("max_tokens", max_tokens), ("max_context", max_context)):
+        if value < 1:
+            raise StepError(name, value, "at least 1")
+    device = torch.device(device)
+
+    def int32(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def int64(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+    chunks = max_tokens // CONV_CHUNK + max_rows
+    shared = Shared(
+        query_start=int32(max_rows + 1),
+        query_len=int32(max_rows),
+        prior_len=int32(max_rows),
+        context_len=int32(max_rows),
+        has_prior=torch.zeros(max_rows, dtype=torch.bool, device=device),
+        row_of_token=int32(max_tokens),
+        position=int64(max_tokens),
+        span_start=int32(max_tokens),
+        span_end=int32(max_tokens),
+        conv_chunk_row=int32(chunks),
+        conv_chunk_index=int32(chunks),
+    )
+
+    def group_buffers(group: CacheGroup) -> GroupPlan:
+        if group.kind is GroupKind.STATE:
+            # Every token can be a boundary (verify, or one token a block).
+            snapshots = Snapshots(int32(max_tokens), int32(max_tokens), int32(max_tokens))
+            return StatePlan(group, int32(max_rows), int32(max_rows), snapshots)
+        columns = -(-max_context // group.kernel_block_size)
+        physical = None
+        if group.kind is GroupKind.LATENT:
+            physical = int32(max_rows, -(-max_context // group.block_size))
+        return PagedPlan(group, int64(max_tokens), int32(max_rows, columns), physical)
+
+    faults = int32(len(cache_groups), 2)
+    faults[:, 1] = NO_FAULT_ROW
+    return Arena(
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        max_context=max_context,
+        device=device,
+        shared=shared,
+        groups=tuple(group_buffers(group) for group in cache_groups),
+        group_of_layer={layer: i for i, group in enumerate(cache_groups) for layer in group.layers},
+        faults=faults,
+    )
+
+
+def plan_views(arena: Arena, step: Step) -> Plan:
+    """The part of the arena that a step uses, with the step's scalars; its values are still to be filled.
+
+    Raises `StepError` where the step is larger than the arena, is on another device, or has other groups.
+    """
+    _check_fits(arena, step)
+    rows, tokens = step.padded_rows, step.padded_tokens
+    full = arena.shared
+    chunks = num_conv_chunks(step)
+    shared = Shared(
+        query_start=full.query_start[: rows + 1],
+        query_len=full.query_len[:rows],
+        prior_len=full.prior_len[:rows],
+        context_len=full.context_len[:rows],
+        has_prior=full.has_prior[:rows],
+        row_of_token=full.row_of_token[:tokens],
+        position=full.position[:tokens],
+        span_start=full.span_start[:tokens],
+        span_end=full.span_end[:tokens],
+        conv_chunk_row=full.conv_chunk_row[:chunks],
+        conv_chunk_index=full.conv_chunk_index[:chunks],
+    )
+    groups = tuple(_group_views(buffers, step) for buffers in arena.groups)
+    return Plan(Sizes.of(step), shared, groups, arena.group_of_layer)
+
+
+def num_conv_chunks(step: Step) -> int:
+    """Convolution programs of a step: ceil(query_len / CONV_CHUNK) a row outside of decode."""
+    if step.phase is Phase.DECODE:
+        return 0
+    return int((-(-step.query_len.host // CONV_CHUNK)).sum())
+
+
+def snapshots_per_row(step: Step, group: CacheGroup) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """[B] int64, snapshots of each row: block boundaries strictly inside its new tokens; in verify, all of its
+    tokens but the last; none in decode."""
+    query = step.query_len.host.astype(np.int64)
+    if step.phase is Phase.DECODE or step.is_dummy:
+        return np.zeros_like(query)
+    if step.phase is Phase.VERIFY:
+        return query - 1
+    prior = step.prior_len.host.astype(np.int64)
+    inside: np.ndarray[tuple[int], np.dtype[np.int64]]
+    inside = (prior + query - 1) // group.block_size - prior // group.block_size
+    return inside
+
+
+def _group_views(buffers: GroupPlan, step: Step) -> GroupPlan:
+    rows, tokens = step.padded_rows, step.padded_tokens
+    group = buffers.group
+    if isinstance(buffers, StatePlan):
+        count = int(snapshots_per_row(step, group).sum())
+        kept = buffers.snapshots
+        snapshots = Snapshots(kept.row[:count], kept.offset[:count], kept.slot[:count])
+        return StatePlan(group, buffers.state_read[:rows], buffers.state_write[:rows], snapshots)
+    columns = -(-step.max_context // group.kernel_block_size)
+    physical = buffers.physical_table
+    if physical is not None:
+        physical = physical[:rows, : -(-step.max_context // group.block_size)]
+    return PagedPlan(group, buffers.slot[:tokens], buffers.block_table[:rows, :columns], physical)
+
+
+def _check_fits(arena: Arena, step: Step) -> None:
+    if step.groups != arena.cache_groups:
+        names = [group.name for group in step.groups]
+        raise StepError("tables", f"groups {names}", f"the arena's {[g.name for g in arena.cache_groups]}")
+    if step.device != arena.device:
+        raise StepError("tables", f"device {step.device}", f"the arena's {arena.device}")
+    for name, got, limit in (
+        ("padded_rows", step.padded_rows, arena.max_rows),
+        ("padded_tokens", step.padded_tokens, arena.max_tokens),
+        ("max_context", step.max_context, arena.max_context),
+    ):
+        if got > limit:
+            raise StepError(name, got, f"at most the arena's {limit}")

@@ -1,0 +1,213 @@
+"""The plan of a step in plain torch operations, vectorised over rows and tokens; `reference.py` says it slowly.
+
+Sizes come from host lengths and values from device tensors, so that nothing here reads a device value back.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stepbind.groups import CacheGroup
+from stepbind.plan.arena import Arena, num_conv_chunks
+from stepbind.plan.plan import CONV_CHUNK, PagedPlan, Plan, Shared, StatePlan
+from stepbind.step import BlockTable, Granularity, Lengths, Phase, Step
+
+
+def fill_torch(step: Step, plan: Plan, arena: Arena) -> None:
+    """Write all values of `plan`, which is `plan_views(arena, step)`. Faults are added to `arena.faults`."""
+    _fill_shared(step, plan.shared)
+    for index, (table, group_plan) in enumerate(zip(step.tables, plan.groups, strict=True)):
+        faults = arena.faults[index]
+        if isinstance(group_plan, PagedPlan):
+            _fill_paged(step, plan, table, group_plan, faults)
+        else:
+            _fill_state(step, plan.shared, table, group_plan, faults)
+
+
+def _fill_shared(step: Step, shared: Shared) -> None:
+    rows, tokens = step.num_rows, step.num_tokens
+    for lengths, out in ((step.query_len, shared.query_len), (step.prior_len, shared.prior_len)):
+        out[:rows] = _on_device(lengths, rows, step.device)
+        out[rows:] = 0
+    torch.add(shared.query_len, shared.prior_len, out=shared.context_len)
+    torch.gt(shared.prior_len, 0, out=shared.has_prior)
+    shared.query_start[0] = 0
+    torch.cumsum(shared.query_len, dim=0, dtype=torch.int32, out=shared.query_start[1:])
+
+    row = _expand_rows(shared.query_len[:rows], tokens)
+    index = torch.arange(tokens, dtype=torch.int32, device=step.device)
+    start = shared.query_start[row]
+    shared.row_of_token[:tokens] = row
+    shared.row_of_token[tokens:] = -1
+    shared.span_start[:tokens] = start
+    shared.span_start[tokens:] = 0
+    shared.span_end[:tokens] = index + 1
+    shared.span_end[tokens:] = 0
+    if step.position is None:
+        shared.position[:tokens] = shared.prior_len[row] + (index - start)
+    else:
+        shared.position[:tokens] = step.position[:tokens]
+    shared.position[tokens:] = 0
+    _fill_conv_chunks(step, shared)
+
+
+def _fill_conv_chunks(step: Step, shared: Shared) -> None:
+    count = num_conv_chunks(step)
+    if count == 0:
+        return
+    chunks = (shared.query_len[: step.num_rows] + (CONV_CHUNK - 1)) // CONV_CHUNK
+    row = _expand_rows(chunks, count)
+    shared.conv_chunk_row.copy_(row)
+    shared.conv_chunk_index.copy_(_offset_in_row(chunks, row))
+
+
+def _fill_paged(step: Step, plan: Plan, table: BlockTable, group_plan: PagedPlan, faults: torch.Tensor) -> None:
+    group, shared, rows, tokens = table.group, plan.shared, step.num_rows, step.num_tokens
+    kernel_blocks = _at_kernel_granularity(table, rows, group_plan.block_table.shape[1])
+    _store_table(group_plan.block_table, kernel_blocks, shared, group.kernel_block_size, rows, faults)
+    if group_plan.physical_table is not None:
+        physical = _at_physical_granularity(table, rows, group_plan.physical_table.shape[1])
+        _store_table(group_plan.physical_table, physical, shared, group.block_size, rows, None)
+
+    row = shared.row_of_token[:tokens].long()
+    token = (shared.prior_len[row] + torch.arange(tokens, device=step.device) - shared.query_start[row]).long()
+    block = group_plan.block_table[row, token // group.kernel_block_size].long()
+    slot = block * group.kernel_block_size + token % group.kernel_block_size
+    group_plan.slot[:tokens] = torch.where(block >= 0, slot, -1)
+    group_plan.slot[tokens:] = -1
+
+
+def _store_table(
+    out: torch.Tensor,
+    blocks: torch.Tensor,
+    shared: Shared,
+    size: int,
+    rows: int,
+    faults: torch.Tensor | None,
+) -> None:
+    """Copy the entries that a row's context covers into `out` [Bp, C]; everything else becomes -1."""
+    column = torch.arange(out.shape[1], device=out.device)
+    covered = column < ((shared.context_len[:rows, None] + (size - 1)) // size)
+    out[:rows] = torch.where(covered, blocks, -1)
+    out[rows:] = -1
+    if faults is not None:
+        _count_faults(faults, covered & (out[:rows] < 0))
+
+
+def _fill_state(step: Step, shared: Shared, table: BlockTable, group_plan: StatePlan, faults: torch.Tensor) -> None:
+    group, rows = table.group, step.num_rows
+    prior, query = shared.prior_len[:rows], shared.query_len[:rows]
+    if step.phase is Phase.VERIFY:
+        write_column = prior // group.block_size + query - 1
+    else:
+        write_column = (prior + query - 1) // group.block_size
+    read, _ = _lookup(table, None, (prior - 1).div(group.block_size, rounding_mode="floor"))
+    write, _ = _lookup(table, None, torch.where(query > 0, write_column, -1))
+    group_plan.state_read[:rows] = read
+    group_plan.state_read[rows:] = -1
+    group_plan.state_write[:rows] = write
+    group_plan.state_write[rows:] = -1
+    _count_faults(faults, ((prior > 0) & (read < 0)) | ((query > 0) & (write < 0)))
+    _fill_snapshots(step, shared, table, group_plan, faults)
+
+
+def _fill_snapshots(step: Step, shared: Shared, table: BlockTable, group_plan: StatePlan, faults: torch.Tensor) -> None:
+    snapshots, group, rows = group_plan.snapshots, table.group, step.num_rows
+    count = snapshots.row.shape[0]
+    if count == 0:
+        return
+    prior, query = shared.prior_len[:rows], shared.query_len[:rows]
+    if step.phase is Phase.VERIFY:
+        per_row = query - 1
+    else:
+        per_row = (prior + query - 1) // group.block_size - prior // group.block_size
+    row = _expand_rows(per_row, count)
+    ordinal = _offset_in_row(per_row, row)
+    column = prior[row] // group.block_size + ordinal
+    if step.phase is Phase.VERIFY:
+        offset = ordinal + 1
+    else:
+        offset = (column + 1) * group.block_size - prior[row]
+    slot, out_of_range = _lookup(table, row, column)
+    snapshots.row.copy_(row)
+    snapshots.offset.copy_(offset)
+    snapshots.slot.copy_(slot)
+    # A boundary without a block is the host's choice; an id that no pool has is a fault.
+    bad = torch.zeros(rows, dtype=torch.int32, device=step.device).index_add_(0, row, out_of_range.int())
+    _count_faults(faults, bad)
+
+
+def _lookup(table: BlockTable, row: torch.Tensor | None, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Physical blocks at (row, column) of a table, column in physical blocks; row None means 0, 1, 2, ...
+
+    Returns the ids, -1 where the column or the id is none, and where an id is beyond the pool.
+    """
+    if row is None:
+        row = torch.arange(column.shape[0], device=column.device)
+    factor = table.group.ratio if table.granularity is Granularity.KERNEL else 1
+    inside = (column >= 0) & (column * factor < table.blocks.shape[1])
+    safe_column = torch.where(inside, column * factor, 0)
+    entry = torch.where(inside, table.blocks[row, safe_column], -1)
+    block = entry.div(factor, rounding_mode="floor")
+    beyond = (block >= table.group.num_blocks) | (entry < -1)
+    return _none_outside_pool(block, table.group), beyond
+
+
+def _at_kernel_granularity(table: BlockTable, rows: int, columns: int) -> torch.Tensor:
+    """[rows, columns] int32 kernel block ids of a table at either granularity, -1 = none."""
+    group = table.group
+    if table.granularity is Granularity.KERNEL:
+        blocks = table.blocks[:rows, :columns]
+        owned = _none_outside_pool(blocks.div(group.ratio, rounding_mode="floor"), group) >= 0
+        return torch.where(owned, blocks, -1)
+    physical = _none_outside_pool(table.blocks[:rows, : -(-columns // group.ratio)], group)
+    inner = torch.arange(group.ratio, dtype=torch.int32, device=physical.device)
+    kernel = torch.where(physical[..., None] >= 0, physical[..., None] * group.ratio + inner, -1)
+    return kernel.flatten(1)[:, :columns]
+
+
+def _at_physical_granularity(table: BlockTable, rows: int, columns: int) -> torch.Tensor:
+    """[rows, columns] int32 physical block ids of a table at either granularity, -1 = none.
+
+    A physical block's id is that of its first kernel block divided by the ratio (reference behaviour 4).
+    """
+    group = table.group
+    if table.granularity is Granularity.PHYSICAL:
+        return _none_outside_pool(table.blocks[:rows, :columns], group)
+    first = table.blocks[:rows, : columns * group.ratio : group.ratio]
+    return _none_outside_pool(first.div(group.ratio, rounding_mode="floor"), group)
+
+
+def _none_outside_pool(physical: torch.Tensor, group: CacheGroup) -> torch.Tensor:
+    inside = (physical >= group.first_block) & (physical < group.num_blocks)
+    return torch.where(inside, physical, -1)
+
+
+def _expand_rows(counts: torch.Tensor, total: int) -> torch.Tensor:
+    """Row number of each of `total` items, where row r has counts[r] of them. [total] int64."""
+    rows = torch.arange(counts.shape[0], device=counts.device)
+    return torch.repeat_interleave(rows, counts.long(), output_size=total)
+
+
+def _offset_in_row(counts: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """For items expanded by `_expand_rows`: the number of each within its row. [total] int64."""
+    start = counts.cumsum(0) - counts
+    return torch.arange(row.shape[0], device=row.device) - start[row]
+
+
+def _count_faults(faults: torch.Tensor, bad: torch.Tensor) -> None:
+    """Add the faults `bad` [rows] or [rows, columns] (bool or counts) to a group's (count, lowest row)."""
+    per_row = bad.sum(dim=1) if bad.dim() == 2 else bad
+    rows = torch.arange(per_row.shape[0], dtype=torch.int32, device=faults.device)
+    lowest = torch.where(per_row > 0, rows, torch.iinfo(torch.int32).max).min()
+    faults[0] += per_row.sum().int()
+    faults[1] = torch.minimum(faults[1], lowest)
+
+
+def _on_device(lengths: Lengths, rows: int, device: torch.device) -> torch.Tensor:
+    if lengths.device is not None:
+        return lengths.device[:rows]
+    host = torch.from_numpy(lengths.host)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,269 @@
+"""What a host says about one forward pass.
+
+A `Step` is checked once, when it is made, and only from host lengths: nothing here reads a device tensor's
+values, so making one never waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stepbind.errors import StepError
+from stepbind.groups import CacheGroup, GroupKind, check_groups
+
+INT32_MAX = 2**31 - 1
+
+
+class Phase(Enum):
+    """The kind of a pass."""
+
+    PREFILL = "prefill"  # any query lengths, prior context allowed (chunks, prefix hits)
+    DECODE = "decode"  # one new token a row
+    VERIFY = "verify"  # several drafted tokens a row, each of which may be dropped later
+
+
+class Granularity(Enum):
+    """What the ids of a block table count."""
+
+    PHYSICAL = "physical"
+    KERNEL = "kernel"
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """One length a row, in tokens: `host` [B] int32 always, `device` [B] int32 where the host engine has one.
+
+    `host` rules: every scalar of a step comes from it. `device` must hold the same values when the plan is
+    filled; it spares the fill a copy.
+    """
+
+    host: npt.NDArray[np.int32]
+    device: torch.Tensor | None = None
+
+    @staticmethod
+    def of(values: Sequence[int] | npt.NDArray[np.integer] | torch.Tensor) -> Lengths:
+        """Lengths from a list, an array or a CPU tensor. Raises `StepError` for anything that lives on a GPU."""
+        if isinstance(values, torch.Tensor):
+            if values.device.type != "cpu":
+                raise StepError("lengths", f"a tensor on {values.device}", "host values (a CPU tensor or list)")
+            values = values.numpy()
+        wide = np.asarray(values, dtype=np.int64)
+        if wide.size and (wide.max() > INT32_MAX or wide.min() < -INT32_MAX):
+            raise StepError("lengths", int(np.abs(wide).max()), f"at most {INT32_MAX} tokens a row")
+        return Lengths(wide.astype(np.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """Block ids of one cache group: `blocks` [B, C] int32, entry (b, c) holds tokens c*size .. (c+1)*size-1 of
+    row b, where size is the group's block size (PHYSICAL) or kernel block size (KERNEL), in tokens."""
+
+    group: CacheGroup
+    blocks: torch.Tensor
+    granularity: Granularity = Granularity.PHYSICAL
+
+    @property
+    def tokens_per_entry(self) -> int:
+        return self.group.block_size if self.granularity is Granularity.PHYSICAL else self.group.kernel_block_size
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One forward pass as the host sees it.
+
+    phase: PREFILL, DECODE or VERIFY.
+    query_len: [B] new tokens of each row; at least 1, or 0 in every row for a dummy (warm-up) pass.
+    prior_len: [B] tokens of each row that are in the cache before this pass.
+    tables: one `BlockTable` for each cache group.
+    position: [T] int32 or int64 rotary positions on the tables' device; None means prior_len + offset. Slots never
+        come from it: a model's positions need not count tokens.
+    padded_rows, padded_tokens: sizes that the kernels run at (a captured graph's); 0 means no padding.
+
+    Everything below `padded_tokens` is derived. Raises `StepError` on anything that does not fit together.
+    """
+
+    phase: Phase
+    query_len: Lengths
+    prior_len: Lengths
+    tables: tuple[BlockTable, ...]
+    position: torch.Tensor | None = None
+    padded_rows: int = 0
+    padded_tokens: int = 0
+    num_rows: int = field(init=False)
+    num_tokens: int = field(init=False)
+    max_query: int = field(init=False)
+    max_context: int = field(init=False)
+    total_context: int = field(init=False)
+    is_dummy: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_groups([table.group for table in self.tables])
+        query, prior = self.query_len.host, self.prior_len.host
+        _check_lengths(self.phase, query, prior)
+        context = query.astype(np.int64) + prior
+        derive = object.__setattr__
+        derive(self, "num_rows", int(query.size))
+        derive(self, "num_tokens", int(query.sum(dtype=np.int64)))
+        derive(self, "max_query", int(query.max()))
+        derive(self, "max_context", int(context.max()))
+        derive(self, "total_context", int(context.sum()))
+        derive(self, "is_dummy", self.num_tokens == 0)
+        derive(self, "padded_rows", self.padded_rows or self.num_rows)
+        derive(self, "padded_tokens", self.padded_tokens or self.num_tokens)
+        if self.max_context > INT32_MAX:
+            raise StepError("prior_len + query_len", self.max_context, f"at most {INT32_MAX} tokens a row")
+        _check_padding(self)
+        for table in self.tables:
+            _check_table(self, table)
+        _check_device_values(self)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tables[0].blocks.device
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        return tuple(table.group for table in self.tables)
+
+
+def make_step(
+    groups: Sequence[CacheGroup],
+    phase: Phase,
+    query_len: Lengths | Sequence[int],
+    prior_len: Lengths | Sequence[int],
+    tables: Mapping[str, torch.Tensor],
+    *,
+    granularity: Granularity | Mapping[str, Granularity] = Granularity.PHYSICAL,
+    position: torch.Tensor | None = None,
+    padded_rows: int = 0,
+    padded_tokens: int = 0,
+) -> Step:
+    """A `Step` from tables by group name; `granularity` is one for all groups or one by group name.
+
+    Raises `StepError` for a table of an unknown group, a group without a table, and all that `Step` checks.
+    """
+    known = [group.name for group in groups]
+    for name in tables:
+        if name not in known:
+            raise StepError("tables", f"group {name!r}", f"one of the groups {known}")
+    for name in known:
+        if name not in tables:
+            raise StepError("tables", f"no table for group {name!r}", f"one table for each of the groups {known}")
+
+    def granularity_of(name: str) -> Granularity:
+        return granularity if isinstance(granularity, Granularity) else granularity[name]
+
+    return Step(
+        phase=phase,
+        query_len=query_len if isinstance(query_len, Lengths) else Lengths.of(query_len),
+        prior_len=prior_len if isinstance(prior_len, Lengths) else Lengths.of(prior_len),
+        tables=tuple(BlockTable(group, tables[group.name], granularity_of(group.name)) for group in groups),
+        position=position,
+        padded_rows=padded_rows,
+        padded_tokens=padded_tokens,
+    )
+
+
+def _check_lengths(phase: Phase, query: npt.NDArray[np.int32], prior: npt.NDArray[np.int32]) -> None:
+    for name, values in (("query_len", query), ("prior_len", prior)):
+        if values.dtype != np.int32 or values.ndim != 1:
+            raise StepError(f"{name}.host", f"{values.dtype} {values.shape}", "int32 of one dimension")
+    if query.size == 0:
+        raise StepError("query_len", "no rows", "at least one row")
+    if prior.size != query.size:
+        raise StepError("prior_len", f"{prior.size} rows", f"{query.size} rows as in query_len")
+    if prior.min() < 0:
+        row = int(prior.argmin())
+        raise StepError(f"prior_len[{row}]", int(prior[row]), "0 or more tokens")
+    if query.min() < 0:
+        row = int(query.argmin())
+        raise StepError(f"query_len[{row}]", int(query[row]), "0 or more tokens")
+    if not query.any():
+        if prior.any():
+            row = int(prior.argmax())
+            raise StepError(
+                f"prior_len[{row}]", int(prior[row]), "0: a dummy step (no new tokens) has no context either"
+            )
+        return
+    if query.min() == 0:
+        row = int(query.argmin())
+        raise StepError(
+            f"query_len[{row}]", 0, "at least 1 new token in every row, or 0 in all of them for a dummy step"
+        )
+    if phase is Phase.DECODE and query.max() > 1:
+        row = int(query.argmax())
+        raise StepError(f"query_len[{row}]", int(query[row]), "1 new token a row in decode")
+
+
+def _check_padding(step: Step) -> None:
+    if step.padded_rows < step.num_rows:
+        raise StepError("padded_rows", step.padded_rows, f"at least the {step.num_rows} rows of the step")
+    if step.padded_tokens < step.num_tokens:
+        raise StepError("padded_tokens", step.padded_tokens, f"at least the {step.num_tokens} tokens of the step")
+
+
+def _check_table(step: Step, table: BlockTable) -> None:
+    name = f"block table of group {table.group.name!r}"
+    blocks = table.blocks
+    if blocks.dtype != torch.int32:
+        raise StepError(name, str(blocks.dtype), "torch.int32")
+    if blocks.dim() != 2 or blocks.shape[1] == 0:
+        raise StepError(name, f"shape {tuple(blocks.shape)}", "[rows, columns] with at least one column")
+    if blocks.shape[0] not in (step.num_rows, step.padded_rows):
+        raise StepError(
+            name,
+            f"{blocks.shape[0]} rows",
+            f"{step.num_rows} rows as in query_len (or {step.padded_rows} padded rows)",
+        )
+    if blocks.device != step.device:
+        raise StepError(name, f"device {blocks.device}", f"{step.device} as the first group's table")
+    needed = columns_needed(step, table)
+    if blocks.shape[1] < needed:
+        raise StepError(
+            name,
+            f"{blocks.shape[1]} columns of {table.tokens_per_entry} tokens ({table.granularity.value} granularity)",
+            f"at least {needed} for the longest context of {step.max_context} tokens",
+        )
+
+
+def columns_needed(step: Step, table: BlockTable) -> int:
+    """Columns that the rows of a step look up in a group's table."""
+    if step.is_dummy:
+        return 0
+    if table.group.kind is GroupKind.STATE:
+        block_size = table.group.block_size
+        if step.phase is Phase.VERIFY:
+            # Verify stores each drafted token's state in a block of its own, past the block of the first one.
+            last = int((step.prior_len.host // block_size + step.query_len.host - 1).max())
+        else:
+            last = (step.max_context - 1) // block_size
+        return last * (block_size // table.tokens_per_entry) + 1
+    return -(-step.max_context // table.tokens_per_entry)
+
+
+def _check_device_values(step: Step) -> None:
+    for name, lengths in (("query_len", step.query_len), ("prior_len", step.prior_len)):
+        tensor = lengths.device
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int32 or tensor.device != step.device:
+            raise StepError(f"{name}.device", f"{tensor.dtype} on {tensor.device}", f"torch.int32 on {step.device}")
+        if tensor.dim() != 1 or tensor.shape[0] not in (step.num_rows, step.padded_rows):
+            raise StepError(
+                f"{name}.device", f"shape {tuple(tensor.shape)}", f"[{step.num_rows}] or [{step.padded_rows}]"
+            )
+    position = step.position
+    if position is None:
+        return
+    if position.dtype not in (torch.int32, torch.int64) or position.device != step.device:
+        raise StepError(
+            "position", f"{position.dtype} on {position.device}", f"torch.int32 or torch.int64 on {step.device}"
+        )
+    if position.dim() != 1 or position.shape[0] not in (step.num_tokens, step.padded_tokens):
+        raise StepError("position", f"shape {tuple(position.shape)}", f"[{step.num_tokens}] or [{step.padded_tokens}]")
