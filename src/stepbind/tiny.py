@@ -85,7 +85,7 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        model.get_output_embeddings().weight.normal_(std=0.5)
+        model.get_output_embeddings().weight.normal_(std=0.25)
         model.get_input_embeddings().weight.normal_(std=1.0)
     return model.eval()
 

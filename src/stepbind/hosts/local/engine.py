@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from stepbind.models.adapt import adapted
 from stepbind.plan import build_plan, make_arena
 
 Prompt = str | List[int]
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,13 @@ class LocalEngine:
     ) -> LocalEngine:
         """Load a checkpoint (directory or hub name) with its tokenizer, where it has one.
 
-        dtype: "auto" for the checkpoint's own, or a torch dtype's name. Raises `OSError` as transformers does for a
-        checkpoint that is not there.
+        dtype: "auto" for the checkpoint's own, or a torch dtype's name. Raises `StepError` for a dtype that is none
+        and a path where nothing is, `OSError` as transformers does for what it cannot read.
         """
+        if dtype not in DTYPES:
+            raise StepError("dtype", repr(dtype), f"one of {', '.join(DTYPES)}")
+        if str(checkpoint).startswith((".", "/", "~")) and not Path(checkpoint).is_dir():
+            raise StepError("checkpoint", f"{str(checkpoint)!r}, where nothing is", "a directory with a checkpoint")
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
         return LocalEngine(model, load_tokenizer(checkpoint), options)
 
@@ -138,9 +143,14 @@ class LocalEngine:
         self.close()
 
     def generate(
-        self, prompts: List[Prompt], sampling: SamplingParams | List[SamplingParams] | None = None
+        self,
+        prompts: List[Prompt],
+        sampling: SamplingParams | List[SamplingParams] | None = None,
+        *,
+        on_token: Callable[[Delta], object] = lambda delta: None,
     ) -> list[Completion]:
-        """Continue prompts (text or token ids), all of them or one each with its own `sampling`; in their order.
+        """Continue prompts (text or token ids), all with one `sampling` or each with its own; in their order.
+        `on_token` is called with every token as it comes.
 
         A prompt that cannot be served gets a completion with `finish_reason="error"` and the reason in `error`; the
         others are not affected.
@@ -150,6 +160,8 @@ class LocalEngine:
         for request, outcome in self._run(prompts, sampling):
             if isinstance(outcome, Completion):
                 completions[request] = outcome
+            else:
+                on_token(outcome)
         return [completions[index] for index in range(len(prompts))]
 
     def stream(

@@ -10,8 +10,8 @@ from stepbind.errors import StepError
 from stepbind.groups import CacheGroup
 from stepbind.hosts.local.request import Sequence
 
-POISON = 0xFF
-"""Every float format reads bytes of all ones as NaN."""
+POISON = -1
+"""As an integer of any width: all bits set, which every float format reads as NaN."""
 
 
 class Poison:
@@ -19,35 +19,36 @@ class Poison:
 
     def __init__(self, groups: tuple[CacheGroup, ...], buffers: Mapping[int, torch.Tensor]) -> None:
         self._groups = groups
-        self._bytes = {
-            layer: buffers[layer].view(torch.uint8).reshape(group.num_blocks, -1)
-            for group in groups
-            for layer in group.layers
-        }
-        self._unowned: list[torch.Tensor] = []
+        self._words = {layer: _words(buffers[layer], group) for group in groups for layer in group.layers}
+        for words in self._words.values():
+            words.fill_(POISON)
+        self._unowned = [torch.ones(group.num_blocks, dtype=torch.bool) for group in groups]
 
     def before(self, sequences: Iterable[Sequence]) -> None:
-        """Poison every block that none of these sequences owns."""
+        """Poison every block that none of these sequences owns any more."""
         sequences = list(sequences)
-        self._unowned = []
         for index, group in enumerate(self._groups):
             unowned = torch.ones(group.num_blocks, dtype=torch.bool)
-            owned = [block for sequence in sequences for block in sequence.tables[index] if block >= 0]
-            unowned[owned] = False
-            blocks = torch.nonzero(unowned).squeeze(1)
-            self._unowned.append(blocks)
+            unowned[[block for sequence in sequences for block in sequence.tables[index] if block >= 0]] = False
+            freed = torch.nonzero(unowned & ~self._unowned[index]).squeeze(1)
+            self._unowned[index] = unowned
             for layer in group.layers:
-                self._bytes[layer][blocks] = POISON
+                self._words[layer][freed] = POISON
 
     def after(self) -> None:
         """Raises `StepError` naming group, layer and block if the pass wrote to one that nobody owns."""
-        for group, blocks in zip(self._groups, self._unowned, strict=True):
+        for group, unowned in zip(self._groups, self._unowned, strict=True):
             for layer in group.layers:
-                touched = (self._bytes[layer][blocks] != POISON).any(dim=1)
+                touched = (self._words[layer] != POISON).any(dim=1).cpu() & unowned
                 if touched.any():
-                    block = int(blocks[torch.nonzero(touched)[0]])
                     raise StepError(
                         f"group {group.name!r} layer {layer}",
-                        f"a write to block {block}, which no live request owns",
+                        f"a write to block {int(touched.nonzero()[0])}, which no live request owns",
                         "writes to the step's own blocks alone",
                     )
+
+
+def _words(buffer: torch.Tensor, group: CacheGroup) -> torch.Tensor:
+    """[physical blocks, words], as wide words as the block's length allows."""
+    blocks = buffer.view(torch.int8).reshape(group.num_blocks, -1)
+    return blocks.view(torch.int64) if blocks.shape[1] % 8 == 0 else blocks
