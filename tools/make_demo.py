@@ -31,7 +31,7 @@ def train() -> tuple[torch.nn.Module, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS)
     loss = torch.tensor(0.0)
-    for step in range(STEPS):
+    for _ in range(STEPS):
         loss = model(ids, labels=ids).loss
         optimizer.zero_grad()
         loss.backward()

@@ -257,7 +257,7 @@ def layer_view(buffer: torch.Tensor, spec: LayerSpec, group: CacheGroup, layer: 
     """The typed view of one layer's buffer. Raises `StepError` where spec, group and buffer do not fit."""
     kind = _KIND_OF_SPEC[type(spec)]
     if kind is not group.kind:
-        raise StepError(f"layer {layer}", f"a {group.kind.value} group {group.name!r}", f"a {kind.value} group")
+        raise StepError(f"layer {layer}", f"group {group.name!r} of kind {group.kind.value}", f"kind {kind.value}")
     if isinstance(spec, KVSpec):
         return kv_pages(buffer, spec, group, layer)
     if isinstance(spec, StateSpec):

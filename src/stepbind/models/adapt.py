@@ -58,7 +58,7 @@ def adapted(model: Any) -> Iterator[tuple[Layer, ...]]:
         with _lock:
             adaptation.users -= 1
             if adaptation.users == 0:
-                del _adaptations[model]
+                _adaptations.pop(model, None)  # gone already where the scope outlived its model
                 _restore(model, adaptation)
 
 

@@ -24,7 +24,7 @@ from stepbind.hosts.local.request import Completion, Delta, FinishReason, Sampli
 from stepbind.hosts.local.sampling import Sampler, choose
 from stepbind.hosts.local.scheduler import Batch, Scheduler, step_of
 from stepbind.hosts.local.text import TextStream
-from stepbind.layers import group_layers
+from stepbind.layers import discover_layers, group_layers
 from stepbind.models.adapt import adapted
 from stepbind.plan import build_plan, make_arena
 
@@ -80,8 +80,7 @@ class LocalEngine:
         self.model, self.tokenizer = model, tokenizer
         self.options = options = options or EngineOptions()
         self.device: torch.device = model.device
-        self._scopes = ExitStack()
-        layers = self._scopes.enter_context(adapted(model))
+        layers = discover_layers(model)
         self.groups = group_layers(
             layers,
             block_size=options.block_size,
@@ -109,6 +108,8 @@ class LocalEngine:
         self._live: dict[int, _Live] = {}
         self._next_request = 0
         self._end_tokens = _end_tokens(model)
+        self._scopes = ExitStack()
+        self._scopes.enter_context(adapted(model))
 
     @staticmethod
     def from_pretrained(
