@@ -43,13 +43,11 @@ def paged_attention(
     for start in range(0, sizes.max_query, block):
         part = slice(start, min(start + block, sizes.max_query))
         allowed = readable[:, None, :] & (context <= position[:, part, None])
-        seen = allowed.any(dim=2)
         mask = allowed.repeat_interleave(heads_per_kv, dim=1)[:, None]
-        attended = scaled_dot_product_attention(
+        # A query that may attend to nothing gives zeros here, as law 5 wants (torch's masked softmax, since 2.5).
+        out[:, :, part] = scaled_dot_product_attention(
             padded[:, :, part].flatten(2, 3), key, value, attn_mask=mask, scale=scale
         ).unflatten(2, (-1, heads_per_kv))
-        # Softmax over nothing is NaN; law 5 wants zeros.
-        out[:, :, part] = torch.where(seen[:, None, :, None, None], attended, 0)
     return layout.flatten(out.permute(0, 2, 1, 3, 4), tokens).reshape(tokens, num_heads, head_dim)
 
 
