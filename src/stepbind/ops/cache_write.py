@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stepbind.caches import KVPages
+from stepbind.caches import KVPages, LatentPages
 
 
 def write_kv(pages: KVPages, key: torch.Tensor, value: torch.Tensor, slot: torch.Tensor) -> None:
@@ -15,3 +15,16 @@ def write_kv(pages: KVPages, key: torch.Tensor, value: torch.Tensor, slot: torch
     block, offset = kept // tokens_per_block, kept % tokens_per_block
     pages.key[block, :, offset] = key[token].to(pages.key.dtype)
     pages.value[block, :, offset] = value[token].to(pages.value.dtype)
+
+
+def write_latent(pages: LatentPages, latent: torch.Tensor, rotary_key: torch.Tensor, slot: torch.Tensor) -> None:
+    """Store latent [T, rank] and rotary key [T, rotary dim] side by side at slot [T] int64; -1 is skipped."""
+    write_tokens(pages.latent, torch.cat([latent, rotary_key], dim=-1), slot)
+
+
+def write_tokens(pages: torch.Tensor, values: torch.Tensor, slot: torch.Tensor) -> None:
+    """Store values [T, elements] in pages [blocks, tokens per block, elements] at slot [T] int64; -1 is skipped."""
+    token = torch.nonzero(slot >= 0).squeeze(1)
+    tokens_per_block = pages.shape[1]
+    kept = slot[token]
+    pages[kept // tokens_per_block, kept % tokens_per_block] = values[token].to(pages.dtype)
