@@ -139,6 +139,8 @@ def slots_of(chosen: torch.Tensor, plan: PagedPlan, shared: Shared) -> torch.Ten
     """Slots [T, K] int64 of chosen [T, K] positions within each token's row; -1 for none, for padding tokens, and for
     positions that have no block."""
     size, columns = plan.group.kernel_block_size, plan.block_table.shape[1]
+    if columns == 0:  # a dummy step
+        return torch.full_like(chosen, -1, dtype=torch.int64)
     row = shared.row_of_token.long()
     column = chosen.long().div(size, rounding_mode="floor")
     inside = (row >= 0)[:, None] & (chosen >= 0) & (column < columns)
