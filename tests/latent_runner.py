@@ -46,7 +46,7 @@ class LatentRunner:
             if (index_key := self.pages(layer.index).index_key) is not None:
                 index_key.fill_(torch.nan)
         self.arena = make_arena(
-            self.groups, max_rows=len(ids) + 2, max_tokens=sum(map(len, ids)) + 8, max_context=longest
+            self.groups, max_rows=len(ids) + 3, max_tokens=sum(map(len, ids)) + 8, max_context=longest
         )
 
     def pages(self, layer: int) -> LatentPages:

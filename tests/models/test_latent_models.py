@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -75,6 +76,7 @@ def test_stretched_rotary_embeddings_scale_the_scores() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale_all_dim": 1.0}
     yarn |= {"mscale": 1.0, "rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1}
     runner = LatentRunner(tiny_model("deepseek_v32", rope_parameters=yarn), random_ids([60, 21]))
+    assert runner.layers[0].module.scaling == pytest.approx(24**-0.5 * (0.1 * math.log(4.0) + 1.0) ** 2)
     assert_equals_transformers(runner, [[50, 2], [9, 1], [1, 18]])
 
 

@@ -60,6 +60,17 @@ def test_scores_are_weighted_sums_of_positive_products() -> None:
     assert index_scores(query, weight, key).tolist() == [[[2.0, -2.5, 6.0, 0.0]]]
 
 
+@pytest.mark.parametrize(
+    ("dim", "heads", "context"), [(16, 1, 37), (24, 64, 5), (64, 1, 33), (64, 16, 5), (24, 7, 100)]
+)
+def test_equal_keys_score_equal_whatever_the_shape(dim: int, heads: int, context: int) -> None:
+    """A float32 matrix product does not give equal columns equal results in these shapes."""
+    torch.manual_seed(0)
+    query, weight, key = torch.randn(1, 3, heads, dim), torch.randn(1, 3, heads), torch.randn(dim)
+    scores = index_scores(query, weight, key.expand(1, context, dim).contiguous())
+    assert torch.equal(scores, scores[..., :1].expand_as(scores))
+
+
 def one_row(prior: int, query: int, *, before: int = 0) -> Plan:
     """A plan with a row of `prior` + `query` tokens, and in front of it one of `before` new ones where that is any."""
     context = prior + query
