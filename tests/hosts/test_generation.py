@@ -15,7 +15,7 @@ from stepbind.tiny import TINY
 from tests.hosts.reference import NEW_TOKENS, expected, model_of
 
 LOGIT_TOLERANCE = 1e-3
-FAMILIES = sorted(TINY)
+FAMILIES = sorted(TINY.keys() - {"deepseek_v3", "deepseek_v32", "glm_moe_dsa"})  # those: test_latent_end_to_end
 
 
 def assert_generates_as_transformers(family: str, count: int, new_tokens: int, options: EngineOptions) -> None:

@@ -44,11 +44,16 @@ GUARDS = [
     Guard("12", "ops/attention.py", "context.masked_fill_(~readable[:, None, :, None], 0)", "context"),
     Guard("13", "ops/ragged.py", "new_zeros(tokens, *padded.shape[2:])", "new_full([tokens, *padded.shape[2:]], 1e9)"),
     Guard("16", FILL, "    shared.row_of_token[tokens:] = -1\n", ""),
+    Guard("16_tables", FILL, "    shared.row_of_token[tokens:] = -1\n", ""),
+    Guard("16_tables", "ops/latent_attention.py", "(row >= 0)[:, None] & ", ""),
+    Guard("17", FILL, "_store_table(group_plan.physical_table, physical,", "(physical,"),
+    Guard("20", "ops/latent_attention.py", " & (position < shared.context_len[:, None])", ""),
+    Guard("20", "plan/arena.py", '        ("max_context", step.max_context, arena.max_context),\n', ""),
     Guard("21", "caches.py", "            buffer.data_ptr(),", "            0,"),
     Guard("21", "caches.py", "            buffer.stride(),", "            (),"),
     Guard("21", "caches.py", "            buffer.dtype,", "            torch.float32,"),
     Guard("21", "caches.py", "            buffer.device,", '            torch.device("cpu"),'),
-    Guard("21", "caches.py", "(BufferKey.of(buffer), spec, group)", "(BufferKey.of(buffer), None, group)"),
+    Guard("21", "caches.py", "BufferKey.of(index_buffer), spec, group)", "BufferKey.of(index_buffer), None, group)"),
     Guard("24", FILL, "token // group.kernel_block_size].long()", "token // group.kernel_block_size]"),
 ]
 

@@ -18,7 +18,7 @@ from stepbind.caches import Caches
 from stepbind.errors import RequestError, StepError
 from stepbind.groups import GroupKind
 from stepbind.hosts.local.blocks import BlockManager
-from stepbind.hosts.local.memory import allocate_buffers
+from stepbind.hosts.local.memory import allocate_buffers, allocate_index_buffers
 from stepbind.hosts.local.poison import Poison
 from stepbind.hosts.local.request import Completion, Delta, FinishReason, SamplingParams, Sequence
 from stepbind.hosts.local.sampling import Sampler, choose
@@ -88,8 +88,9 @@ class LocalEngine:
             num_blocks=_pool_sizes(options),
         )
         self.buffers = allocate_buffers(layers, self.groups, self.device)
+        self.index_buffers = allocate_index_buffers(layers, self.groups, self.device)
         self._specs = {layer.index: layer.spec for layer in layers}
-        self._caches = Caches.of(self.groups, self._specs, self.buffers)
+        self._caches = Caches.of(self.groups, self._specs, self.buffers, self.index_buffers)
         self.max_context = min(model.config.max_position_embeddings, options.cache_tokens)
         self._arena = make_arena(
             self.groups,
@@ -104,7 +105,7 @@ class LocalEngine:
             token_budget=options.token_budget,
             max_context=self.max_context,
         )
-        self._poison = Poison(self.groups, self.buffers) if options.poison else None
+        self._poison = Poison(self.groups, self.buffers, self.index_buffers) if options.poison else None
         self._live: dict[int, _Live] = {}
         self._next_request = 0
         self._end_tokens = _end_tokens(model)
@@ -244,7 +245,7 @@ class LocalEngine:
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Logits [rows that get a token, vocabulary] float32 of one pass."""
         plan = build_plan(step_of(batch, self.groups, self.device), self._arena)
-        self._caches.update(self.groups, self._specs, self.buffers)
+        self._caches.update(self.groups, self._specs, self.buffers, self.index_buffers)
         if self._poison is not None:
             self._poison.before(self._scheduler.running)
         input_ids = torch.tensor([batch.input_ids()], device=self.device)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stepbind.caches import KVSpec, StateSpec
+from stepbind.caches import KVSpec, LatentSpec, StateSpec
 from stepbind.errors import StepError
 from stepbind.groups import CacheGroup
 from stepbind.layers import Layer
@@ -23,6 +23,20 @@ def allocate_buffers(
     return {layer.index: _allocate(layer, group_of[layer.index], device) for layer in layers}
 
 
+def allocate_index_buffers(
+    layers: Sequence[Layer], groups: Sequence[CacheGroup], device: torch.device
+) -> dict[int, torch.Tensor]:
+    """Index keys [kernel blocks, kernel block size, index dim] for each layer that runs an indexer, by layer number."""
+    group_of = {layer: group for group in groups for layer in group.layers}
+    buffers = {}
+    for layer in layers:
+        if isinstance(layer.spec, LatentSpec) and layer.spec.index is not None:
+            group, index = group_of[layer.index], layer.spec.index
+            shape = (group.num_kernel_blocks, group.kernel_block_size, index.dim)
+            buffers[layer.index] = torch.zeros(shape, dtype=index.dtype, device=device)
+    return buffers
+
+
 def _allocate(layer: Layer, group: CacheGroup, device: torch.device) -> torch.Tensor:
     spec = layer.spec
     if isinstance(spec, KVSpec):
@@ -31,4 +45,8 @@ def _allocate(layer: Layer, group: CacheGroup, device: torch.device) -> torch.Te
     if isinstance(spec, StateSpec):
         length = -(-spec.block_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
         return torch.zeros(group.num_blocks, length, dtype=torch.uint8, device=device)
+    if isinstance(spec, LatentSpec):
+        return torch.zeros(
+            group.num_kernel_blocks, group.kernel_block_size, spec.elements, dtype=spec.dtype, device=device
+        )
     raise StepError(f"layer {layer.index}", type(spec).__name__, "a spec that the local host allocates for")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 import torch
 
@@ -17,10 +18,15 @@ POISON = -1
 class Poison:
     """Fills and checks the blocks that nobody owns, the reserved ones included."""
 
-    def __init__(self, groups: tuple[CacheGroup, ...], buffers: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, groups: tuple[CacheGroup, ...], *buffers: Mapping[int, torch.Tensor]) -> None:
+        """`buffers`: by layer number, each of as many physical blocks as the layer's group."""
         self._groups = groups
-        self._words = {layer: _words(buffers[layer], group) for group in groups for layer in group.layers}
-        for words in self._words.values():
+        self._words = {
+            layer: [_words(of_layer[layer], group) for of_layer in buffers if layer in of_layer]
+            for group in groups
+            for layer in group.layers
+        }
+        for words in chain.from_iterable(self._words.values()):
             words.fill_(POISON)
         self._unowned = [torch.ones(group.num_blocks, dtype=torch.bool) for group in groups]
 
@@ -33,19 +39,21 @@ class Poison:
             freed = torch.nonzero(unowned & ~self._unowned[index]).squeeze(1)
             self._unowned[index] = unowned
             for layer in group.layers:
-                self._words[layer][freed] = POISON
+                for words in self._words[layer]:
+                    words[freed] = POISON
 
     def after(self) -> None:
         """Raises `StepError` naming group, layer and block if the pass wrote to one that nobody owns."""
         for group, unowned in zip(self._groups, self._unowned, strict=True):
             for layer in group.layers:
-                touched = (self._words[layer] != POISON).any(dim=1).cpu() & unowned
-                if touched.any():
-                    raise StepError(
-                        f"group {group.name!r} layer {layer}",
-                        f"a write to block {int(touched.nonzero()[0])}, which no live request owns",
-                        "writes to the step's own blocks alone",
-                    )
+                for words in self._words[layer]:
+                    touched = (words != POISON).any(dim=1).cpu() & unowned
+                    if touched.any():
+                        raise StepError(
+                            f"group {group.name!r} layer {layer}",
+                            f"a write to block {int(touched.nonzero()[0])}, which no live request owns",
+                            "writes to the step's own blocks alone",
+                        )
 
 
 def _words(buffer: torch.Tensor, group: CacheGroup) -> torch.Tensor:
