@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepbind.caches import KVPages
 from stepbind.context import current
 from stepbind.errors import StepError
 from stepbind.ops.attention import paged_attention
@@ -42,6 +43,12 @@ def attention_forward(
     tokens = plan.slot.shape[0]
     if query.shape[2] != tokens:
         raise StepError(f"layer {layer} query", f"{query.shape[2]} tokens", f"the step's {tokens} padded tokens")
-    write_kv(pages, key[0].transpose(0, 1), value[0].transpose(0, 1), plan.slot)
+    key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    repeats = pages.key.shape[1] // key.shape[1]
+    if repeats > 1:  # fewer heads here than in the cache, which holds each of them that often (tensor parallelism)
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    write_kv(pages, key, value, plan.slot)
+    if repeats > 1:
+        pages = KVPages(pages.key[:, ::repeats], pages.value[:, ::repeats])
     out = paged_attention(query[0].transpose(0, 1), pages, plan, context.plan.shared, context.plan.sizes, scaling)
     return out[None], None
