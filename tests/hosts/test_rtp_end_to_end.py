@@ -107,21 +107,16 @@ def assert_serves(
 
 SIZES = ((64, 16), (64, 64), (16, 16))
 FAMILIES = sorted(TINY)
+
+
 # Each family with two groups and with six; generation, graphs and sizes take turns. All of them: the whole grid.
-CASES = [
-    (
-        family,
-        ("older", "newer")[(index + six) % 2],
-        (index // 2 + six) % 2 == 0,
-        6 if six else 2,
-        SIZES[(index + six) % 3],
-    )
-    for index, family in enumerate(FAMILIES)
-    for six in (False, True)
-]
+def cases() -> Iterator[tuple[str, str, bool, int, tuple[int, int]]]:
+    for index, family in enumerate(FAMILIES):
+        for turn, groups in enumerate((2, 6), start=index):
+            yield family, ("older", "newer")[turn % 2], turn // 2 % 2 == 0, groups, SIZES[turn % 3]
 
 
-@pytest.mark.parametrize(("family", "generation", "graphs", "groups", "sizes"), CASES)
+@pytest.mark.parametrize(("family", "generation", "graphs", "groups", "sizes"), cases())
 def test_greedy_tokens_equal_transformers(
     family: str, generation: str, graphs: bool, groups: int, sizes: tuple[int, int]
 ) -> None:

@@ -430,7 +430,7 @@ def test_no_cache_is_named() -> None:
 
 def test_the_external_package_says_what_is_missing_without_rtp_llm() -> None:
     assert "rtp_llm" not in sys.modules
-    with pytest.raises(ImportError, match="is loaded by RTP-LLM .* and needs its package rtp_llm"):
+    with pytest.raises(ImportError, match=r"is loaded by RTP-LLM .* and needs its package rtp_llm"):
         __import__("stepbind.hosts.rtp_llm.models")
 
 

@@ -62,8 +62,11 @@ def group_sources(
     return tuple(sources)
 
 
-def granularity_of(source: GroupSource, table: HostTable, max_context: int | None) -> Granularity:
+def granularity_of(
+    source: GroupSource, table: HostTable, max_context: int | None, unclear: Granularity | None = None
+) -> Granularity:
     """What the ids of a group's table count. max_context: tokens of the longest row, None where only the device knows.
+    unclear: what to take where nothing tells; None makes that an error.
 
     RTP expands the tables of attention groups to kernel blocks, ratio ids for each physical block, and leaves those of
     recurrent groups as they are (one id a block), unless the physical table beside it shows otherwise. An attention
@@ -80,6 +83,8 @@ def granularity_of(source: GroupSource, table: HostTable, max_context: int | Non
     if max_context is not None and columns * group.kernel_block_size < max_context:
         return Granularity.PHYSICAL
     if table.store_columns == columns:
+        if unclear is not None:
+            return unclear
         raise StepError(
             f"block table of group {group.name!r}",
             f"{columns} columns, as many as the physical table, and enough for {max_context} tokens either way",

@@ -87,8 +87,9 @@ class HostMemory:
     default_sizes: HostSizes | None
 
 
-def read_pass(inputs: Any, *, is_graph: bool = False) -> HostPass:
-    """The pass of RTP's `PyModelInputs`. `is_graph`: known to be captured, whatever the inputs say.
+def read_pass(inputs: Any, *, is_graph: bool = False, num_tokens: int | None = None) -> HostPass:
+    """The pass of RTP's `PyModelInputs`. `is_graph`: known to be captured, whatever the inputs say. `num_tokens`:
+    known otherwise than from the input ids.
 
     Raises `StepError` naming field, got and expected for inputs without attention inputs, lengths or tables, and for
     batch sizes that disagree.
@@ -105,7 +106,7 @@ def read_pass(inputs: Any, *, is_graph: bool = False) -> HostPass:
         raise StepError("attention_inputs.input_lengths", "none", "one length for each row")
     num_rows = input_len.rows
     tables = _tables(by_tag, num_rows)
-    num_tokens = _num_tokens(inputs, num_rows)
+    num_tokens = _num_tokens(inputs, num_rows) if num_tokens is None else num_tokens
     result = HostPass(
         phase=phase,
         is_graph=is_graph or bool(getattr(first, "is_cuda_graph", False)),

@@ -1,0 +1,152 @@
+"""ATOM's metadata objects out of a computed pass, with all the fields of ATOM's own bridge and the groups' own beside
+them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stepbind.targets.atom.api import AtomApi
+from stepbind.targets.atom.groups import AtomGroups
+from stepbind.targets.atom.metadata import (
+    AiterFlashAttentionMetadataForPluginMode,
+    AiterFlashAttentionPhaseMetadata,
+    Profile,
+)
+from stepbind.targets.atom.passes import Computed, PlanBuffers
+from stepbind.targets.atom.read import AtomPass, numbers, prefix_of
+from stepbind.targets.atom.shared import conv_programs
+from stepbind.targets.atom.tables import to_kernel
+
+
+def gdn_metadata(
+    host: AtomPass, computed: Computed, groups: AtomGroups, api: AtomApi, caches: dict[str, dict[Any, torch.Tensor]]
+) -> Any:
+    """`GDNAttentionMetadata`. `caches`: state slots by (group number, is prefill), "write" and "read"."""
+    rows, tokens, device = host.num_rows, computed.num_tokens, computed.block_table.device
+    prefill = host.is_prefill
+    programs = batch = offset = has_initial = None
+    start = computed.shared.query_start
+    if prefill:
+        programs, batch, offset = conv_programs(computed.query_start_host, device)
+        has_initial = prefix_of(host, device_first=True) > 0
+    if computed.query_start_host.size != start.shape[0] or int(computed.query_start_host[-1]) != tokens:
+        start = torch.from_numpy(computed.query_start_host).to(device)
+    metadata = api.gdn_metadata(
+        num_prefills=rows if prefill else 0,
+        num_prefill_tokens=tokens if prefill else 0,
+        num_decodes=0 if prefill else rows,
+        num_decode_tokens=0 if prefill else tokens,
+        num_spec_decodes=0,
+        num_spec_decode_tokens=0,
+        num_actual_tokens=tokens,
+        has_initial_state=has_initial,
+        non_spec_query_start_loc=start,
+        non_spec_state_indices_tensor=computed.state_write,
+        nums_dict=programs,
+        batch_ptr=batch,
+        token_chunk_offset_ptr=offset,
+    )
+    metadata.non_spec_state_indices_in_tensor = computed.state_read
+    metadata.rtp_attn_inputs = host.attn_inputs
+    metadata.rtp_seq_size_per_block = groups.block_size
+    metadata.rtp_state_indices_cache = caches["write"]
+    metadata.rtp_state_indices_in_cache = caches["read"]
+    metadata.rtp_layer_group_map = groups.layer_to_group
+    return metadata
+
+
+def state_caches(host: AtomPass, computed: Computed) -> dict[str, dict[Any, torch.Tensor]]:
+    """State slots of every group, by (number, is prefill): "write" and "read"."""
+    write: dict[Any, torch.Tensor] = {}
+    read: dict[Any, torch.Tensor] = {}
+    key = (0, host.is_prefill)
+    if computed.state_write is not None and computed.state_read is not None:
+        write[key], read[key] = computed.state_write, computed.state_read
+    for group in computed.groups:
+        if group.state_write is not None and group.state_read is not None:
+            key = (group.number, host.is_prefill)
+            write[key], read[key] = group.state_write, group.state_read
+    return {"write": write, "read": read}
+
+
+def attention_metadata(
+    host: AtomPass,
+    computed: Computed,
+    groups: AtomGroups,
+    profile: Profile,
+    api: AtomApi,
+    cg_bufs: Any,
+    captured: PlanBuffers | None,
+) -> Any:
+    """`AttentionMetaData` with its plugin metadata. `captured`: buffers of a captured pass, None for an eager one."""
+    prefill, shared = host.is_prefill, computed.shared
+    rows, tokens = host.num_rows, computed.num_tokens
+    start = shared.query_start
+    phase = AiterFlashAttentionPhaseMetadata(computed.max_query, computed.max_context, start)
+    plugin: Any = AiterFlashAttentionMetadataForPluginMode(
+        num_actual_tokens=tokens,
+        num_actual_kv_tokens=computed.total_context,
+        max_query_len=computed.max_query,
+        query_start_loc=start,
+        max_seq_len=computed.max_context,
+        seq_lens=computed.seq_lens,
+        slot_mapping=computed.slot_mapping,
+        block_table=computed.block_table,
+        num_decodes=0 if prefill else rows,
+        num_decode_tokens=0 if prefill else tokens,
+        num_prefills=rows if prefill else 0,
+        num_prefill_tokens=tokens if prefill else 0,
+        num_extends=0,
+        num_extend_tokens=0,
+        decode_metadata=None if prefill else phase,
+        prefill_metadata=phase if prefill else None,
+    )
+    plugin.rtp_cu_seqlens_q = start
+    plugin.is_dummy_warmup = computed.is_dummy
+    plugin.rtp_has_prefix = captured is None and _has_prefix(host)
+    plugin.rtp_groups = computed.groups
+    extra: dict[str, Any] = {}
+    block_tables = computed.block_table
+    if profile.sparse_fields:
+        plugin.req_id_per_token = shared.row_of_token
+        plugin.topk_tokens = 0
+        plugin.sparse_block_size = groups.block_size
+        plugin.cg_bufs = cg_bufs
+        extra = {
+            "cu_seqlens_q": start,
+            "cu_seqlens_k": start,
+            "cu_seqlen_ks": shared.span_start,
+            "cu_seqlen_ke": shared.span_end,
+            "has_cached": False,
+            "total_kv": computed.total_context,
+        }
+        if profile.expand_table:
+            block_tables = _indexer_table(computed, groups, captured)
+    metadata = api.attention_metadata(
+        max_seqlen_q=computed.max_query,
+        max_seqlen_k=computed.max_context,
+        block_tables=block_tables,
+        slot_mapping=computed.slot_mapping,
+        context_lens=computed.seq_lens,
+        **extra,
+    )
+    metadata.plugin_metadata = plugin
+    metadata.rtp_groups = computed.groups
+    return metadata
+
+
+def _indexer_table(computed: Computed, groups: AtomGroups, captured: PlanBuffers | None) -> torch.Tensor:
+    """The table in kernel blocks (seed behaviour 5); in a capture one that is wide enough already is used as it is."""
+    table, ratio = computed.block_table, groups.block_size // groups.kernel_block_size
+    if captured is None:
+        return to_kernel(table, ratio, None)
+    if table.shape[1] >= -(-computed.max_context // groups.kernel_block_size):
+        return table
+    return to_kernel(table, ratio, captured.table("kernel", table.shape[0], table.shape[1] * ratio, table.device))
+
+
+def _has_prefix(host: AtomPass) -> bool:
+    prefix = numbers(host.prefix_len)
+    return prefix is not None and bool(prefix.max() > 0)

@@ -1,0 +1,104 @@
+"""The host's cache groups as ATOM's layers see them: which layers, which table, which sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepbind.errors import StepError
+from stepbind.groups import CacheGroup, GroupKind
+from stepbind.hosts.rtp_llm.groups import GroupSource, granularity_of
+from stepbind.hosts.rtp_llm.reader import HostTable
+from stepbind.step import Granularity
+from stepbind.targets.atom.memory import LayerMaps, layer_numbers
+from stepbind.targets.atom.metadata import Profile
+from stepbind.targets.atom.read import AtomPass
+
+
+@dataclass(frozen=True)
+class AtomGroups:
+    """sources: a cache group for each of the host's groups and each kind of layer in it. block_size and
+    kernel_block_size: of the first group, in tokens. layer_to_group: the host's number of each layer's group, as the
+    pass says it (empty where there is one). state_groups: numbers of the groups that have Gated DeltaNet layers."""
+
+    sources: tuple[GroupSource, ...]
+    block_size: int
+    kernel_block_size: int
+    layer_to_group: dict[int, int]
+    state_groups: tuple[int, ...]
+
+
+def block_sizes(kv_cache: Any, tag: str | None) -> tuple[int, int]:
+    """Tokens of a physical and a kernel block, of one tag in the newer interface. Raises `StepError` for none."""
+    tags = list(getattr(kv_cache, "group_tags", None) or ())
+    if tags:
+        tag = tag if tag in tags else tags[0]
+        block_size, kernel = kv_cache.get_seq_size_per_block(tag), kv_cache.get_kernel_seq_size_per_block(tag)
+    else:
+        block_size = int(getattr(kv_cache, "seq_size_per_block", 0))
+        kernel = int(getattr(kv_cache, "kernel_seq_size_per_block", 0))
+    if block_size <= 0:
+        raise StepError("kv_cache.seq_size_per_block", block_size, "at least 1 token")
+    kernel = kernel if kernel > 0 else block_size
+    if block_size % kernel:
+        raise StepError("kv_cache.kernel_seq_size_per_block", kernel, f"a divisor of the block size {block_size}")
+    return block_size, kernel
+
+
+def atom_groups(kv_cache: Any, maps: LayerMaps, host: AtomPass, layer_to_group: Sequence[int]) -> AtomGroups:
+    """Raises `StepError` for a layer in a group that the pass has no table of."""
+    number_of = _number_of_layers(kv_cache, maps, host, layer_to_group)
+    members: dict[tuple[int, GroupKind], list[int]] = {}
+    for layer, number in number_of.items():
+        members.setdefault((number, _kind(layer, maps)), []).append(layer)
+    numbers = [number for number, _ in members]
+    sources = []
+    for (number, kind), layers in members.items():
+        block_size, kernel = block_sizes(kv_cache, host.tags[number] if host.tags else None)
+        is_shared = numbers.count(number) > 1
+        name = f"group {number}" + (f" ({kind.value})" if is_shared else "")
+        blocks = min(_physical_blocks(kv_cache, layer, kind, block_size // kernel) for layer in layers)
+        group = CacheGroup(name, kind, tuple(layers), block_size, kernel, max(blocks, 2))
+        sources.append(GroupSource(group, number, is_shared))
+    block_size, kernel = block_sizes(kv_cache, host.tags[0] if host.tags else None)
+    state_groups = tuple(dict.fromkeys(number for number, kind in members if kind is GroupKind.STATE))
+    return AtomGroups(tuple(sources), block_size, kernel, dict(enumerate(layer_to_group)), state_groups)
+
+
+def granularity(source: GroupSource, host: AtomPass, profile: Profile, max_context: int | None) -> Granularity:
+    """What the ids of a group's kernel table count. Where nothing tells, a hybrid's are physical blocks: its profile
+    takes them so. Raises `StepError` for other profiles."""
+    if source.group.ratio == 1:
+        return Granularity.PHYSICAL
+    store = host.store.shape[1] if host.store is not None and source.table == 0 else None
+    table = HostTable(source.group.name, host.tables[source.table], store)
+    return granularity_of(source, table, max_context, None if profile.physical_table else Granularity.PHYSICAL)
+
+
+def _number_of_layers(kv_cache: Any, maps: LayerMaps, host: AtomPass, layer_to_group: Sequence[int]) -> dict[int, int]:
+    layers, groups = layer_numbers(maps), len(host.tables)
+    if groups == 1:
+        return dict.fromkeys(layers, 0)
+    if host.tags:
+        tag_of = {layer: getattr(kv_cache.get_layer_cache(layer), "tag", None) for layer in layers}
+        if all(tag in host.tags for tag in tag_of.values()):
+            return {layer: host.tags.index(str(tag)) for layer, tag in tag_of.items()}
+    for layer, number in enumerate(layer_to_group):
+        if not 0 <= number < groups:
+            raise StepError(
+                f"attention_inputs.kv_cache_layer_to_group[{layer}]", number, f"a group number, 0 .. {groups - 1}"
+            )
+    return {layer: layer_to_group[layer] if layer < len(layer_to_group) else 0 for layer in layers}
+
+
+def _kind(layer: int, maps: LayerMaps) -> GroupKind:
+    if layer in maps[0]:
+        return GroupKind.STATE
+    return GroupKind.LATENT if layer in maps[2] else GroupKind.ATTENTION
+
+
+def _physical_blocks(kv_cache: Any, layer: int, kind: GroupKind, ratio: int) -> int:
+    """Attention buffers count kernel blocks, those of recurrent groups physical ones."""
+    count = int(kv_cache.get_layer_cache(layer).kv_cache_base.shape[0])
+    return count if kind is GroupKind.STATE or count % ratio else count // ratio

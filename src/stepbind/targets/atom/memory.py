@@ -1,0 +1,154 @@
+"""ATOM's layers and the cache views that they read, over RTP-LLM's cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stepbind.caches import StateSpec, state_slots
+from stepbind.errors import StepError
+from stepbind.groups import CacheGroup, GroupKind
+from stepbind.targets.atom.api import AtomApi
+
+LayerMaps = tuple[dict[int, Any], dict[int, Any], dict[int, Any]]
+"""Modules by layer number: Gated DeltaNet, paged attention, sparse MLA (the outer module where there is one)."""
+
+BYTES = (torch.uint8, torch.int8)
+
+
+def collect_layers(model: Any, api: AtomApi) -> LayerMaps:
+    """Seed behaviour 15."""
+    gdn: dict[int, Any] = {}
+    paged: dict[int, Any] = {}
+    latent: dict[int, Any] = {}
+    for module in model.modules():
+        number = getattr(module, "layer_num", None)
+        if isinstance(module, api.gated_delta_net):
+            gdn[int(module.layer_num)] = module  # type: ignore[attr-defined]
+        elif (
+            getattr(module, "indexer", None) is not None
+            and getattr(module, "mla_attn", None) is not None
+            and number is not None
+        ):
+            latent[int(number)] = module  # the owner: before or after its inner attention was seen
+        elif isinstance(module, api.mla_attention):
+            layer_id = getattr(module, "layer_id", None)
+            owner = number if layer_id is None else layer_id
+            if owner is not None:
+                latent.setdefault(int(owner), module)
+        elif isinstance(module, api.paged_attention):
+            inner = getattr(getattr(module, "impl", None), "layer_num", None)
+            owner = number if inner is None else inner
+            if owner is not None:
+                paged[int(owner)] = module
+    return gdn, paged, latent
+
+
+def layer_numbers(maps: LayerMaps) -> list[int]:
+    return sorted({*maps[0], *maps[1], *maps[2]})
+
+
+def cache_key(kv_cache: Any, numbers: list[int]) -> tuple[Any, ...]:
+    """All that the views bake in of the buffers of these layers: pointer, shape, stride, offset, dtype, device, of
+    the scales too (seed behaviour 18)."""
+    key: list[Any] = [id(kv_cache)]
+    get = kv_cache.get_layer_cache
+    for number in numbers:
+        cache = get(number)
+        base = getattr(cache, "kv_cache_base", None)
+        if base is None:
+            key.append(None)
+            continue
+        key += (base.data_ptr(), base.shape, base.stride(), base.storage_offset(), base.dtype, base.device)
+        scale = getattr(cache, "kv_scale_base", None)
+        if scale is not None and scale.numel() > 0:
+            key += (number, scale.data_ptr(), scale.shape, scale.stride(), scale.dtype)
+    return tuple(key)
+
+
+def cache_tensors(kv_cache: Any, maps: LayerMaps, api: AtomApi) -> dict[str, Any]:
+    """ATOM's `KVCacheTensor` of each layer, by "layer_{number}": for Gated DeltaNet the convolution state as k_cache
+    [slots, channels, width-1] and the recurrent state as v_cache [slots, value heads, value dim, key dim], for the
+    others the host's layer cache as it is (seed behaviours 16 and 17).
+
+    Raises `StepError` naming the layer for a buffer that is missing, 0-dimensional or too short.
+    """
+    tensors = {}
+    for number in layer_numbers(maps):
+        cache = kv_cache.get_layer_cache(number)
+        base = getattr(cache, "kv_cache_base", None)
+        if base is None:
+            raise StepError(f"layer {number} kv_cache_base", "none", "the layer's cache buffer")
+        if base.dim() == 0:
+            raise StepError(f"layer {number} kv_cache_base", "a tensor of no dimensions", "[blocks, ...]")
+        conv, state = cache, None
+        if number in maps[0]:
+            conv, state = _gdn_views(base, maps[0][number], number)
+        tensors[f"layer_{number}"] = api.kv_cache_tensor(
+            layer_num=number, k_cache=conv, v_cache=state, k_scale=None, v_scale=None
+        )
+    return tensors
+
+
+def _gdn_views(base: torch.Tensor, module: Any, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if base.dim() == 1:
+        base = base[:, None]
+    weight = module.conv1d.weight  # [channels, 1, width]: the rank's own
+    is_bytes = base.dtype in BYTES
+    spec = StateSpec(
+        value_heads=module.dt_bias.numel(),
+        value_dim=module.head_v_dim,
+        key_dim=module.head_k_dim,
+        conv_width=weight.shape[2],
+        conv_channels=weight.shape[0],
+        state_dtype=torch.float32 if is_bytes else base.dtype,
+        conv_dtype=weight.dtype if is_bytes else base.dtype,
+    )
+    blocks = base.shape[0]
+    group = CacheGroup(f"layer {number}", GroupKind.STATE, (number,), 1, 1, blocks, first_block=min(1, blocks - 1))
+    slots = state_slots(base, spec, group, number)
+    return slots.conv.transpose(1, 2), slots.recurrent
+
+
+class Attached:
+    """Sparse MLA layers' caches in their places, and what stood there before (seed behaviour 20)."""
+
+    def __init__(self) -> None:
+        self._attributes: list[tuple[Any, Any]] = []
+        self._entries: list[tuple[list[Any], Any]] = []
+
+    def attach(self, latent: dict[int, Any], tensors: dict[str, Any], block_size: int, fp8: torch.dtype) -> None:
+        for number, layer in latent.items():
+            tensor = tensors.get(f"layer_{number}")
+            if tensor is None:
+                continue
+            owner = getattr(layer, "mla_attn", layer)
+            self._attributes.append((owner, getattr(owner, "kv_cache", None)))
+            owner.kv_cache = tensor.k_cache
+            indexer = getattr(layer, "indexer", None) or getattr(owner, "indexer", None)
+            slot = getattr(getattr(indexer, "k_cache", None), "kv_cache", None)
+            dim = int(getattr(indexer, "head_dim", 0) or 0)
+            if not isinstance(slot, list) or not slot or dim <= 0:
+                continue
+            if block_size <= 0:
+                raise StepError(f"layer {number} block size", block_size, "at least 1 token, for the index keys")
+            self._entries.append((slot, slot[0]))
+            slot[0] = index_keys(owner, tensor.k_cache.kv_cache_base, dim, block_size, fp8)
+
+    def restore(self) -> None:
+        """In reverse order."""
+        for slot, before in reversed(self._entries):
+            slot[0] = before
+        for owner, before in reversed(self._attributes):
+            owner.kv_cache = before
+
+
+def index_keys(owner: Any, base: torch.Tensor, dim: int, block_size: int, fp8: torch.dtype) -> torch.Tensor:
+    """The fp8 index keys [tokens, 1, dim + 4 rounded up to 16] of a layer, kept on it while they fit its cache."""
+    shape = (base.shape[0] * block_size, 1, -(-(dim + 4) // 16) * 16)
+    kept = getattr(owner, "_rtp_indexer_kv_cache", None)
+    if kept is None or tuple(kept.shape) != shape or kept.device != base.device or kept.dtype != fp8:
+        kept = torch.empty(shape, device=base.device, dtype=fp8)
+        owner._rtp_indexer_kv_cache = kept
+    return kept  # type: ignore[no-any-return]

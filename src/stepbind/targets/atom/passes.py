@@ -1,0 +1,319 @@
+"""One pass, computed: on the CPU from host values, on a GPU and in captures through the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepbind.errors import StepError
+from stepbind.groups import CacheGroup, GroupKind
+from stepbind.hosts.rtp_llm.groups import GroupSource
+from stepbind.hosts.rtp_llm.reader import read_pass
+from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
+from stepbind.plan import Arena, build_plan, make_arena
+from stepbind.plan.plan import Plan
+from stepbind.step import INT32_MAX, Granularity, Step
+from stepbind.targets.atom.groups import AtomGroups, granularity
+from stepbind.targets.atom.metadata import Profile
+from stepbind.targets.atom.read import (
+    AtomPass,
+    Numbers,
+    Offsets,
+    context_lengths,
+    numbers,
+    prefix_of,
+    query_start_for,
+    query_start_of,
+)
+from stepbind.targets.atom.shared import SharedValues, of_plan, on_host
+from stepbind.targets.atom.tables import to_physical
+from stepbind.targets.atom.values import GroupTable, GroupValues, Rows, from_plan, look_up, slots, values_of
+
+MIN_ROWS = 256
+"""Rows that buffers are made for at least."""
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """All that ATOM's metadata is made of. B rows, T tokens.
+
+    query_start_host: the host's own offsets, for Gated DeltaNet. seq_lens: [B] int32 context lengths. max_query,
+    max_context, total_context: tokens. block_table: [B, C] int32, slot_mapping: [T] int64, both of the first group as
+    the reference has them. state_read, state_write: [B] int32, of the first group too.
+    """
+
+    is_dummy: bool
+    num_tokens: int
+    shared: SharedValues
+    query_start_host: Offsets
+    seq_lens: torch.Tensor
+    max_query: int
+    max_context: int
+    total_context: int
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    groups: tuple[GroupValues, ...]
+    state_read: torch.Tensor | None
+    state_write: torch.Tensor | None
+
+
+@dataclass(eq=False)
+class PlanBuffers:
+    """What passes that use the plan work in, kept between them for one set of groups. Those of captured passes are made
+    with the first of them, which is the host's largest, and stay where they are; those of eager ones grow."""
+
+    captured: Arena | None = None
+    eager: Arena | None = None
+    scratch: Scratch | None = None
+    tables: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
+
+    def scratch_for(self, host: AtomPass) -> Scratch:
+        if self.scratch is None or self.scratch.ones.shape[0] < host.num_rows:
+            self.scratch = Scratch.of(max(host.num_rows, MIN_ROWS), host.tables[0].device)
+        return self.scratch
+
+    def eager_arena(self, step: Step) -> Arena:
+        arena = self.eager
+        rows, tokens, context = step.padded_rows, max(step.padded_tokens, 1), max(step.max_context, 1)
+        if arena is None or arena.max_rows < rows or arena.max_tokens < tokens or arena.max_context < context:
+            old = (0, 0, 0) if arena is None else (arena.max_rows, arena.max_tokens, arena.max_context)
+            rows, tokens, context = max(rows, MIN_ROWS, old[0]), max(tokens, 2 * old[1]), max(context, 2 * old[2])
+            sizes = {"max_rows": rows, "max_tokens": tokens, "max_context": context}
+            arena = self.eager = make_arena(step.groups, **sizes, device=step.device)
+        return arena
+
+    def captured_arena(self, step: Step, max_context: int) -> Arena:
+        if self.captured is None:
+            rows = max(step.num_rows, MIN_ROWS)
+            sizes = {"max_rows": rows, "max_tokens": rows, "max_context": max_context}
+            self.captured = make_arena(step.groups, **sizes, device=step.device)
+        return self.captured
+
+    def table(self, name: str, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+        """A buffer [rows, columns] int32 for a table that a captured pass computes."""
+        key = (name, rows, columns)
+        if key not in self.tables:
+            self.tables[key] = torch.empty(rows, columns, dtype=torch.int32, device=device)
+        return self.tables[key]
+
+    def upto(self, count: int, device: torch.device) -> torch.Tensor:
+        """0 .. count-1, int32."""
+        table = self.tables.get(("upto", 1, 0))
+        if table is None or table.shape[1] < count:
+            table = torch.arange(max(count, MIN_ROWS + 1), dtype=torch.int32, device=device)[None]
+            self.tables[("upto", 1, 0)] = table
+        return table[0, :count]
+
+
+def compute_on_host(
+    host: AtomPass, positions: torch.Tensor, profile: Profile, groups: AtomGroups, strict: bool | None, budget: int
+) -> Computed:
+    """From values that are on the host. `budget`: context of a dummy pass, at least 1."""
+    seq_lens = context_lengths(host, profile, in_graph=host.graph_flag)
+    context = numbers(seq_lens)
+    assert context is not None
+    longest = int(context.max())
+    is_dummy = longest <= 0
+    num_tokens = positions.numel()
+    own_start = query_start_of(host)
+    query_start = query_start_for(host, num_tokens, own_start)
+    prior = _prior(host)
+    max_query = 1 if num_tokens == host.num_rows else int(np.diff(query_start).max())
+    rows = Rows(prior, query_start)
+    shared = on_host(query_start, host.is_prefill)
+    tokens = max(longest, 1)
+    tables = [_group_table(source, host, profile, tokens) for source in groups.sources]
+    values = values_of(tables, rows, strict=_is_strict(strict, host, is_dummy))
+    block_table = first_table(host, profile, groups, tokens)
+    first = GroupTable(0, first_pool(groups), block_table, Granularity.PHYSICAL)
+    row = None if num_tokens == host.num_rows else shared.row_of_token.numpy().astype(np.int64)
+    slot_mapping = torch.from_numpy(slots(first, row, positions.numpy().astype(np.int64)))
+    read, write = _first_states(host, groups, values, rows)
+    return Computed(
+        is_dummy=is_dummy,
+        num_tokens=num_tokens,
+        shared=shared,
+        query_start_host=own_start,
+        seq_lens=seq_lens,
+        max_query=max(max_query, 1),
+        max_context=budget if is_dummy else longest,
+        total_context=int(context.sum()),
+        block_table=block_table,
+        slot_mapping=slot_mapping,
+        groups=values,
+        state_read=read,
+        state_write=write,
+    )
+
+
+def _group_table(source: GroupSource, host: AtomPass, profile: Profile, max_context: int) -> GroupTable:
+    """A group's own table; where the first one's fields come from the store's table, so does this."""
+    if source.table == 0 and profile.physical_table and host.store is not None:
+        return GroupTable(0, source.group, host.store, Granularity.PHYSICAL)
+    blocks = host.tables[source.table]
+    return GroupTable(source.table, source.group, blocks, granularity(source, host, profile, max_context))
+
+
+def _prior(host: AtomPass) -> Numbers:
+    """[B] tokens in the cache before the pass."""
+    if host.is_prefill:
+        prior = numbers(prefix_of(host, device_first=False))
+    elif host.plus_one is not None:
+        context = numbers(host.plus_one)
+        prior = None if context is None else context - 1
+    else:
+        prior = numbers(host.sequence_len)
+    assert prior is not None
+    return prior
+
+
+def _is_strict(strict: bool | None, host: AtomPass, is_dummy: bool) -> bool:
+    return not (is_dummy or host.graph_flag) if strict is None else strict and not is_dummy
+
+
+def first_table(host: AtomPass, profile: Profile, groups: AtomGroups, max_context: int | None) -> torch.Tensor:
+    """The first group's table as ATOM's fields have it: the store's where there is one (seed behaviours 4 and 6)."""
+    if not profile.physical_table:
+        return host.tables[0]
+    if host.store is not None:
+        return host.store
+    ratio = groups.block_size // groups.kernel_block_size
+    return to_physical(host.tables[0], ratio, first_granularity(host, profile, groups, max_context), None)
+
+
+def first_granularity(host: AtomPass, profile: Profile, groups: AtomGroups, max_context: int | None) -> Granularity:
+    for source in groups.sources:
+        if source.table == 0:
+            return granularity(source, host, profile, max_context)
+    return Granularity.PHYSICAL
+
+
+def first_pool(groups: AtomGroups) -> CacheGroup:
+    """The pool that the first table's ids are of, read in blocks of the first group's size."""
+    blocks = max((source.group.num_blocks for source in groups.sources if source.table == 0), default=2)
+    size = groups.block_size
+    return CacheGroup("group 0", GroupKind.ATTENTION, (0,), size, size, blocks)
+
+
+def _first_states(
+    host: AtomPass, groups: AtomGroups, values: tuple[GroupValues, ...], rows: Rows
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """State slots of the first group, which is what the reference's one field holds; it may be no recurrent one."""
+    if not groups.state_groups:
+        return None, None
+    for group in values:
+        if group.number == 0 and group.kind is GroupKind.STATE:
+            return group.state_read, group.state_write
+    table = GroupTable(0, first_pool(groups), host.tables[0], Granularity.PHYSICAL)
+    last = rows.prior.astype(np.int64) + np.diff(rows.query_start) - 1
+    read = look_up(table, None, (rows.prior.astype(np.int64) - 1) // groups.block_size)
+    write = look_up(table, None, last // groups.block_size)
+    return torch.from_numpy(read), torch.from_numpy(write)
+
+
+def compute_by_plan(
+    inputs: Any,
+    host: AtomPass,
+    num_tokens: int,
+    profile: Profile,
+    groups: AtomGroups,
+    buffers: PlanBuffers,
+    budget: int,
+) -> Computed:
+    """An eager pass from its plan. Slots of the first group are those of the first one that has any. Faults are
+    counted in the arena."""
+    options = _said(host, profile, groups, None)
+    pass_ = read_pass(inputs, num_tokens=num_tokens)
+    step = step_of(pass_, groups.sources, buffers.scratch_for(host), INT32_MAX, options)
+    plan = build_plan(step, buffers.eager_arena(step), strict=False)
+    sizes, values = plan.sizes, _group_values(plan, host, groups)
+    read, write = _first_state_slots(values)
+    own_start = query_start_of(host)
+    return Computed(
+        is_dummy=sizes.is_dummy,
+        num_tokens=num_tokens,
+        shared=of_plan(plan, host.is_prefill, torch.int64 if own_start.dtype == np.int64 else torch.int32),
+        query_start_host=own_start,
+        seq_lens=context_lengths(host, profile, in_graph=host.graph_flag),
+        max_query=max(sizes.max_query, 1),
+        max_context=budget if sizes.is_dummy else sizes.max_context,
+        total_context=sizes.total_context,
+        block_table=first_table(host, profile, groups, max(sizes.max_context, 1)),
+        slot_mapping=_first_slots(values),
+        groups=values,
+        state_read=read,
+        state_write=write,
+    )
+
+
+def compute_captured(
+    inputs: Any, host: AtomPass, profile: Profile, groups: AtomGroups, buffers: PlanBuffers, max_context: int
+) -> Computed:
+    """A captured decode pass: everything is computed from what replay refreshes, in buffers that stay. Padding rows
+    have context 0 and slots -1. `max_context`: of any replay, in tokens; it bounds what lengths can be.
+
+    Raises `StepError` for a prefill pass and without a bound.
+    """
+    if host.is_prefill:
+        raise StepError("is_prefill", "a prefill pass in a capture", "a decode pass, of one token a row")
+    if max_context <= 0:
+        raise StepError("cg_max_seq_len", max_context, "the longest context of a replay, in tokens")
+    rows = host.num_rows
+    pass_ = read_pass(inputs, is_graph=True, num_tokens=rows)
+    step = step_of(pass_, groups.sources, buffers.scratch_for(host), max_context, _said(host, profile, groups, None))
+    plan = build_plan(step, buffers.captured_arena(step, max_context), strict=False)
+    values = _group_values(plan, host, groups)
+    read, write = _first_state_slots(values)
+    upto_rows = buffers.upto(rows + 1, step.device)
+    return Computed(
+        is_dummy=False,
+        num_tokens=rows,
+        shared=SharedValues(upto_rows, upto_rows[:rows], None, None),
+        query_start_host=np.arange(rows + 1, dtype=np.int32),
+        seq_lens=plan.shared.context_len,
+        max_query=1,
+        max_context=max_context,
+        total_context=max_context * rows,
+        block_table=_captured_table(host, profile, groups, buffers),
+        slot_mapping=_first_slots(values),
+        groups=values,
+        state_read=read,
+        state_write=write,
+    )
+
+
+def _said(host: AtomPass, profile: Profile, groups: AtomGroups, max_context: int | None) -> StepOptions:
+    """The granularity of each group's table."""
+    said = {source.group.name: granularity(source, host, profile, max_context) for source in groups.sources}
+    return StepOptions(granularity=said)
+
+
+def _captured_table(host: AtomPass, profile: Profile, groups: AtomGroups, buffers: PlanBuffers) -> torch.Tensor:
+    """The first group's table: never the store's, which replay does not refresh (seed behaviour 6)."""
+    table, ratio = host.tables[0], groups.block_size // groups.kernel_block_size
+    if not profile.physical_table or first_granularity(host, profile, groups, None) is Granularity.PHYSICAL:
+        return table
+    out = buffers.table("physical", table.shape[0], table.shape[1] // ratio, table.device)
+    return to_physical(table, ratio, Granularity.KERNEL, out)
+
+
+def _group_values(plan: Plan, host: AtomPass, groups: AtomGroups) -> tuple[GroupValues, ...]:
+    numbers_ = [source.table for source in groups.sources]
+    return from_plan(plan, numbers_, [host.tables[number] for number in numbers_])
+
+
+def _first_slots(values: tuple[GroupValues, ...]) -> torch.Tensor:
+    for group in values:
+        if group.slot_mapping is not None:
+            return group.slot_mapping
+    raise StepError("layers", "none of attention", "an attention layer, for slot_mapping")
+
+
+def _first_state_slots(values: tuple[GroupValues, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    for group in values:
+        if group.state_write is not None:
+            return group.state_read, group.state_write
+    return None, None

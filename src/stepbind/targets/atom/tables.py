@@ -1,0 +1,29 @@
+"""Block tables at the granularity that ATOM's fields have: physical blocks, and kernel blocks for the indexer."""
+
+from __future__ import annotations
+
+import torch
+
+from stepbind.step import Granularity
+
+
+def to_physical(table: torch.Tensor, ratio: int, granularity: Granularity, out: torch.Tensor | None) -> torch.Tensor:
+    """[B, C] physical ids of a kernel table: every ratio-th column divided by the ratio, -1 kept (seed behaviour 4).
+    One in physical blocks stays as it is. `out`: where to, in a captured pass."""
+    if ratio == 1 or granularity is Granularity.PHYSICAL:
+        return table
+    # -1 // ratio is -1.
+    return torch.div(table[:, ::ratio], ratio, rounding_mode="floor", out=out)
+
+
+def to_kernel(table: torch.Tensor, ratio: int, out: torch.Tensor | None) -> torch.Tensor:
+    """[B, C * ratio] kernel ids of a physical table, -1 kept (seed behaviour 5)."""
+    if ratio == 1:
+        return table
+    if out is None:
+        out = table.new_empty(table.shape[0], table.shape[1] * ratio)
+    expanded = out.view(*table.shape, ratio)
+    expanded.copy_(table[..., None]).mul_(ratio)
+    for inner in range(1, ratio):
+        expanded[..., inner].add_(inner)
+    return out.clamp_(min=-1)  # -1 became -ratio .. -1
