@@ -46,7 +46,7 @@ GUARDS = [
     Guard("16", FILL, "    shared.row_of_token[tokens:] = -1\n", ""),
     Guard("16_tables", FILL, "    shared.row_of_token[tokens:] = -1\n", ""),
     Guard("16_tables", "ops/latent_attention.py", "(row >= 0)[:, None] & ", ""),
-    Guard("17", FILL, "_store_table(group_plan.physical_table, physical,", "(physical,"),
+    Guard("17", FILL, "_store_table(group_plan.physical_table,", "_store_table(physical.clone(),"),
     Guard("20", "ops/latent_attention.py", " & (position < shared.context_len[:, None])", ""),
     Guard("20", "plan/arena.py", '        ("max_context", step.max_context, arena.max_context),\n', ""),
     Guard("21", "caches.py", "            buffer.data_ptr(),", "            0,"),
