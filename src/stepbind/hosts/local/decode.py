@@ -63,6 +63,15 @@ class GraphDecoder:
             check_faults(self._arena)
         return values[:count], flight.graph.logits[:count]
 
+    @property
+    def largest_graph(self) -> Graph:
+        """For measuring: the graph of all rows."""
+        return self._graphs.for_rows(self._arena.max_rows)
+
+    def rewind(self) -> None:
+        """For measuring: undo a replay's advance, so that the next one stands at the same context."""
+        self._rows.prior_len -= self._rows.query_len
+
     def _replay(self, batch: Batch) -> Flight:
         graph = self._graphs.for_rows(len(batch.sequences))
         graph.replay()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stepbind.bind import bind
-from stepbind.caches import Caches
+from stepbind.caches import Caches, StateSpec
 from stepbind.errors import RequestError, StepError
 from stepbind.groups import GroupKind
 from stepbind.hosts.local.blocks import BlockManager
@@ -25,7 +25,7 @@ from stepbind.hosts.local.request import Completion, Delta, FinishReason, Sampli
 from stepbind.hosts.local.sampling import Sampler, choose
 from stepbind.hosts.local.scheduler import Batch, Scheduler, step_of
 from stepbind.hosts.local.text import TextStream
-from stepbind.layers import discover_layers, group_layers
+from stepbind.layers import Layer, discover_layers, group_layers
 from stepbind.models.adapt import adapted
 from stepbind.plan import build_plan, make_arena
 from stepbind.step import Phase
@@ -44,6 +44,7 @@ class EngineOptions:
     reuse prefixes (0: none). poison: fill what nobody owns with NaN and check it after every pass.
     graphs: replay decode passes captured at `graph_rows` padded rows; None is yes on a GPU, and yes on the CPU runs the
     captured pass again, for tests. compile_layers: let torch.compile fuse what stands between the ops in them.
+    state_dtype: of recurrent states in the cache; arithmetic on them is float32 in any case.
     """
 
     block_size: int = 16
@@ -56,6 +57,7 @@ class EngineOptions:
     graphs: bool | None = None
     graph_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     compile_layers: bool = False
+    state_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "token_budget", "max_rows", "cache_tokens"):
@@ -63,6 +65,8 @@ class EngineOptions:
                 raise StepError(name, getattr(self, name), "at least 1")
         if self.kernel_block_size is not None and self.kernel_block_size < 1:
             raise StepError("kernel_block_size", self.kernel_block_size, "at least 1")
+        if self.state_dtype not in DTYPES[1:]:
+            raise StepError("state_dtype", repr(self.state_dtype), f"one of {', '.join(DTYPES[1:])}")
         if self.keep_state_every < 0:
             raise StepError("keep_state_every", self.keep_state_every, "0 (none) or more blocks")
 
@@ -92,7 +96,7 @@ class LocalEngine:
         self.model, self.tokenizer = model, tokenizer
         self.options = options = options or EngineOptions()
         self.device: torch.device = model.device
-        layers = discover_layers(model)
+        layers = [_with_state_dtype(layer, options.state_dtype) for layer in discover_layers(model)]
         self.groups = group_layers(
             layers,
             block_size=options.block_size,
@@ -358,6 +362,12 @@ def load_tokenizer(checkpoint: str | Path) -> Any | None:
     if directory.is_dir() and not any(directory.glob("*token*")):
         return None
     return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def _with_state_dtype(layer: Layer, state_dtype: str) -> Layer:
+    if not isinstance(layer.spec, StateSpec):
+        return layer
+    return replace(layer, spec=replace(layer.spec, state_dtype=getattr(torch, state_dtype)))
 
 
 def _pool_sizes(options: EngineOptions) -> dict[GroupKind, int]:

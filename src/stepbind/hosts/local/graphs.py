@@ -9,11 +9,13 @@ On the CPU there is nothing to capture with; the same pass, with the host scalar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from stepbind.bind import bind
 from stepbind.caches import Caches
@@ -112,7 +114,7 @@ class DecodeGraphs:
         """What is captured: fill, forward, choice, and the rows' advance."""
         rows, size = self._rows, step.num_rows
         plan = build_plan(step, self._arena)
-        with bind(plan, self._caches, self._model):
+        with bind(plan, self._caches, self._model), self._layers_compiled():
             out = self._model(
                 input_ids=rows.token[:size][None].long(), position_ids=plan.shared.position[None], use_cache=False
             )
@@ -121,3 +123,20 @@ class DecodeGraphs:
         rows.token[:size] = best
         rows.prior_len[:size] += rows.query_len[:size]
         return logits, torch.cat([best, self._arena.faults.flatten()])
+
+    @contextmanager
+    def _layers_compiled(self) -> Iterator[None]:
+        """Decoder layers through torch.compile inside the block, if asked for: it fuses norms, gates and residuals;
+        the ops stay as they are. Each size compiles once, at its warm-up."""
+        if not self._compile_layers:
+            yield
+            return
+        layers = self._model.get_decoder().layers
+        with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
+            for layer in layers:
+                layer.compile(dynamic=False)
+            try:
+                yield
+            finally:
+                for layer in layers:
+                    layer._compiled_call_impl = None  # what `compile` sets; there is no call that undoes it
