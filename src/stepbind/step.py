@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -101,35 +102,29 @@ class Step:
     max_context: int = field(init=False)
     total_context: int = field(init=False)
     is_dummy: bool = field(init=False)
+    groups: tuple[CacheGroup, ...] = field(init=False)
+    device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
-        check_groups([table.group for table in self.tables])
+        groups = check_groups([table.group for table in self.tables])
         query, prior = self.query_len.host, self.prior_len.host
-        _check_lengths(self.phase, query, prior)
-        context = query.astype(np.int64) + prior
-        derive = object.__setattr__
-        derive(self, "num_rows", int(query.size))
-        derive(self, "num_tokens", int(query.sum(dtype=np.int64)))
-        derive(self, "max_query", int(query.max()))
-        derive(self, "max_context", int(context.max()))
-        derive(self, "total_context", int(context.sum()))
-        derive(self, "is_dummy", self.num_tokens == 0)
-        derive(self, "padded_rows", self.padded_rows or self.num_rows)
-        derive(self, "padded_tokens", self.padded_tokens or self.num_tokens)
-        if self.max_context > INT32_MAX:
-            raise StepError("prior_len + query_len", self.max_context, f"at most {INT32_MAX} tokens a row")
+        num_tokens, max_query, max_context, total_context = _count_tokens(self.phase, query, prior)
+        vars(self).update(
+            num_rows=query.size,
+            num_tokens=num_tokens,
+            max_query=max_query,
+            max_context=max_context,
+            total_context=total_context,
+            is_dummy=num_tokens == 0,
+            groups=groups,
+            device=self.tables[0].blocks.device,
+            padded_rows=self.padded_rows or query.size,
+            padded_tokens=self.padded_tokens or num_tokens,
+        )
         _check_padding(self)
         for table in self.tables:
             _check_table(self, table)
         _check_device_values(self)
-
-    @property
-    def device(self) -> torch.device:
-        return self.tables[0].blocks.device
-
-    @property
-    def groups(self) -> tuple[CacheGroup, ...]:
-        return tuple(table.group for table in self.tables)
 
 
 def make_step(
@@ -148,36 +143,65 @@ def make_step(
 
     Raises `StepError` for a table of an unknown group, a group without a table, and all that `Step` checks.
     """
-    known = [group.name for group in groups]
-    for name in tables:
-        if name not in known:
-            raise StepError("tables", f"group {name!r}", f"one of the groups {known}")
-    for name in known:
-        if name not in tables:
-            raise StepError("tables", f"no table for group {name!r}", f"one table for each of the groups {known}")
-
-    def granularity_of(name: str) -> Granularity:
-        return granularity if isinstance(granularity, Granularity) else granularity[name]
-
+    names = [group.name for group in groups]
+    if len(tables) != len(names) or any(name not in tables for name in names):
+        _check_names(names, tables)
+    if isinstance(granularity, Granularity):
+        by_group = [BlockTable(group, tables[group.name], granularity) for group in groups]
+    else:
+        by_group = [BlockTable(group, tables[group.name], granularity[group.name]) for group in groups]
     return Step(
         phase=phase,
         query_len=query_len if isinstance(query_len, Lengths) else Lengths.of(query_len),
         prior_len=prior_len if isinstance(prior_len, Lengths) else Lengths.of(prior_len),
-        tables=tuple(BlockTable(group, tables[group.name], granularity_of(group.name)) for group in groups),
+        tables=tuple(by_group),
         position=position,
         padded_rows=padded_rows,
         padded_tokens=padded_tokens,
     )
 
 
-def _check_lengths(phase: Phase, query: npt.NDArray[np.int32], prior: npt.NDArray[np.int32]) -> None:
+def _check_names(names: Sequence[str], tables: Mapping[str, torch.Tensor]) -> None:
+    for name in tables:
+        if name not in names:
+            raise StepError("tables", f"group {name!r}", f"one of the groups {names}")
+    for name in names:
+        if name not in tables:
+            raise StepError("tables", f"no table for group {name!r}", f"one table for each of the groups {names}")
+
+
+@lru_cache(maxsize=4096)
+def _ones(rows: int) -> bytes:
+    return np.ones(rows, dtype=np.int32).tobytes()
+
+
+def _count_tokens(
+    phase: Phase, query: npt.NDArray[np.int32], prior: npt.NDArray[np.int32]
+) -> tuple[int, int, int, int]:
+    """New tokens of all rows, the longest row's new tokens, the longest context, and all contexts together."""
     for name, values in (("query_len", query), ("prior_len", prior)):
         if values.dtype != np.int32 or values.ndim != 1:
             raise StepError(f"{name}.host", f"{values.dtype} {values.shape}", "int32 of one dimension")
-    if query.size == 0:
+    rows = query.size
+    if rows == 0:
         raise StepError("query_len", "no rows", "at least one row")
-    if prior.size != query.size:
-        raise StepError("prior_len", f"{prior.size} rows", f"{query.size} rows as in query_len")
+    if prior.size != rows:
+        raise StepError("prior_len", f"{prior.size} rows", f"{rows} rows as in query_len")
+    # One new token a row is right in every phase, and by far the most frequent: a comparison of bytes instead of
+    # four passes over the lengths. As unsigned numbers, negative lengths are beyond INT32_MAX too.
+    if query.tobytes() == _ones(rows):
+        longest = int(np.maximum.reduce(prior.view(np.uint32)))
+        if longest < INT32_MAX:
+            return rows, 1, longest + 1, int(np.add.reduce(prior, dtype=np.int64)) + rows
+    _check_lengths(phase, query, prior)
+    context = query.astype(np.int64) + prior
+    longest = int(context.max())
+    if longest > INT32_MAX:
+        raise StepError("prior_len + query_len", longest, f"at most {INT32_MAX} tokens a row")
+    return int(query.sum(dtype=np.int64)), int(query.max()), longest, int(context.sum())
+
+
+def _check_lengths(phase: Phase, query: npt.NDArray[np.int32], prior: npt.NDArray[np.int32]) -> None:
     if prior.min() < 0:
         row = int(prior.argmin())
         raise StepError(f"prior_len[{row}]", int(prior[row]), "0 or more tokens")
@@ -209,42 +233,48 @@ def _check_padding(step: Step) -> None:
 
 
 def _check_table(step: Step, table: BlockTable) -> None:
-    name = f"block table of group {table.group.name!r}"
     blocks = table.blocks
     if blocks.dtype != torch.int32:
-        raise StepError(name, str(blocks.dtype), "torch.int32")
-    if blocks.dim() != 2 or blocks.shape[1] == 0:
-        raise StepError(name, f"shape {tuple(blocks.shape)}", "[rows, columns] with at least one column")
-    if blocks.shape[0] not in (step.num_rows, step.padded_rows):
+        raise StepError(_table_name(table), str(blocks.dtype), "torch.int32")
+    if blocks.dim() != 2 or 0 in blocks.shape:
+        raise StepError(_table_name(table), f"shape {tuple(blocks.shape)}", "[rows, columns], at least one of each")
+    rows, columns = blocks.shape
+    if rows != step.num_rows and rows != step.padded_rows:
         raise StepError(
-            name,
-            f"{blocks.shape[0]} rows",
+            _table_name(table),
+            f"{rows} rows",
             f"{step.num_rows} rows as in query_len (or {step.padded_rows} padded rows)",
         )
     if blocks.device != step.device:
-        raise StepError(name, f"device {blocks.device}", f"{step.device} as the first group's table")
+        raise StepError(_table_name(table), f"device {blocks.device}", f"{step.device} as the first group's table")
     needed = columns_needed(step, table)
-    if blocks.shape[1] < needed:
+    if columns < needed:
         raise StepError(
-            name,
-            f"{blocks.shape[1]} columns of {table.tokens_per_entry} tokens ({table.granularity.value} granularity)",
+            _table_name(table),
+            f"{columns} columns of {table.tokens_per_entry} tokens ({table.granularity.value} granularity)",
             f"at least {needed} for the longest context of {step.max_context} tokens",
         )
+
+
+def _table_name(table: BlockTable) -> str:
+    return f"block table of group {table.group.name!r}"
 
 
 def columns_needed(step: Step, table: BlockTable) -> int:
     """Columns that the rows of a step look up in a group's table."""
     if step.is_dummy:
         return 0
-    if table.group.kind is GroupKind.STATE:
-        block_size = table.group.block_size
-        if step.phase is Phase.VERIFY:
-            # Verify stores each drafted token's state in a block of its own, past the block of the first one.
-            last = int((step.prior_len.host // block_size + step.query_len.host - 1).max())
-        else:
-            last = (step.max_context - 1) // block_size
-        return last * (block_size // table.tokens_per_entry) + 1
-    return -(-step.max_context // table.tokens_per_entry)
+    group = table.group
+    block_size = group.block_size
+    entry_size = block_size if table.granularity is Granularity.PHYSICAL else group.kernel_block_size
+    if group.kind is not GroupKind.STATE:
+        return -(-step.max_context // entry_size)
+    if step.phase is Phase.VERIFY:
+        # Verify stores each drafted token's state in a block of its own, past the block of the first one.
+        last = int((step.prior_len.host // block_size + step.query_len.host - 1).max())
+    else:
+        last = (step.max_context - 1) // block_size
+    return last * (block_size // entry_size) + 1
 
 
 def _check_device_values(step: Step) -> None:

@@ -75,10 +75,12 @@ class Snapshots:
 
 @dataclass(frozen=True, eq=False)
 class PagedPlan:
-    """What an attention or latent group reads. C: columns that the step's longest context needs.
+    """What an attention or latent group reads. C: columns that the step's longest context needs, at least.
 
     slot: [Tp] int64, token slot = block * block size + offset, the same number at both granularities; -1 = none.
-    block_table: [Bp, C] int32 kernel block ids, -1 = none; columns past a row's context are -1.
+    block_table: [Bp, C] int32 kernel block ids, -1 = none. Only the columns that a row's context_len covers say
+        anything. On a GPU, C is the arena's width in every step, and what stands in the other columns is an earlier
+        step's: always -1 or inside the pool, but somebody else's. Ops stop at context_len.
     physical_table: the same in physical blocks, for latent groups only.
     """
 
@@ -114,3 +116,4 @@ class Plan:
     shared: Shared
     groups: tuple[GroupPlan, ...]
     group_of_layer: dict[int, int]  # layer number -> index into groups
+    descriptor: torch.Tensor | None = None  # read by the GPU fill; whoever captured the fill keeps it alive
