@@ -220,12 +220,12 @@ def _on_grid(kernel: Any, grid: tuple[int, int, int], *arguments: Any) -> Callab
     """The kernel, compiled for such arguments, as a call that launches it on `grid`.
 
     A compiled kernel's own call skips what a JIT call does each time: binding, specialising and looking itself up.
-    It takes the same arguments, and none of them is specialised on here but the descriptor's alignment.
+    It takes the same arguments, and none of them is specialised on here but the descriptor's alignment. Compiles for
+    the current device, which is the arena's wherever a forward runs.
     """
     if not isinstance(kernel, JITFunction):  # Triton's interpreter
         return kernel[grid]  # type: ignore[no-any-return]
-    with torch.cuda.device(arguments[0].device):
-        return kernel.warmup(*arguments, grid=grid)[grid]  # type: ignore[no-any-return]
+    return kernel.warmup(*arguments, grid=grid)[grid]  # type: ignore[no-any-return]
 
 
 def _check_not_capturing(arena: Arena, reason: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stepbind.groups import CacheGroup
@@ -13,10 +15,10 @@ CONV_CHUNK = 8
 """Tokens that one program of a varlen causal convolution handles (reference behaviour 10)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sizes:
-    """Host scalars of a step. Rows and tokens are counts; `max_query`, `max_context`, `total_context` are in
-    tokens, new ones included."""
+    """What the host knows of a step. Rows and tokens are counts; `max_query`, `max_context`, `total_context` are in
+    tokens, new ones included. query_len, prior_len: the host's lengths, [num_rows]."""
 
     phase: Phase
     num_rows: int
@@ -27,6 +29,8 @@ class Sizes:
     max_context: int
     total_context: int
     is_dummy: bool
+    query_len: npt.NDArray[np.int32]
+    prior_len: npt.NDArray[np.int32]
 
     @staticmethod
     def of(step: Step) -> Sizes:
@@ -40,6 +44,8 @@ class Sizes:
             max_context=step.max_context,
             total_context=step.total_context,
             is_dummy=step.is_dummy,
+            query_len=step.query_len.host,
+            prior_len=step.prior_len.host,
         )
 
 
