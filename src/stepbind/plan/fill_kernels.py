@@ -35,7 +35,7 @@ OUT_SPAN_START = tl.constexpr(14)
 OUT_SPAN_END = tl.constexpr(15)
 OUT_CHUNK_ROW = tl.constexpr(16)
 OUT_CHUNK_INDEX = tl.constexpr(17)
-STEP_FIELDS = tl.constexpr(18)
+STEP_FIELDS = tl.constexpr(32)  # the groups' fields fill a cache line of 128 bytes each
 
 IS_STATE = tl.constexpr(0)
 BLOCK_SIZE = tl.constexpr(1)  # tokens
@@ -252,6 +252,7 @@ def fill_decode(
     rows' table columns. Rows have one new token or none."""
     block, part = tl.program_id(0), tl.program_id(2)
     group = desc + STEP_FIELDS + tl.program_id(1) * GROUP_FIELDS
+    is_state = tl.load(group + IS_STATE)  # first, so that the group's fields are near when they are needed
     row = block * ROWS + tl.arange(0, ROWS)
     query, prior = _lengths(desc, row, num_rows)
     before = 0
@@ -272,7 +273,7 @@ def fill_decode(
             _store_rows(desc, row, query, prior, start, padded_rows)
             _store_tokens(desc, start, row, start, prior, real, real)
             _store_tokens(desc, row, row, row, row, nothing, padding)
-    if tl.load(group + IS_STATE) != 0:
+    if is_state != 0:
         if part == 0:
             _store_states(group, row, query, prior, padded_rows, False)
     else:

@@ -83,7 +83,8 @@ class Launcher:
     def of(arena: Arena) -> Launcher:
         fields, per_group = kernels.STEP_FIELDS.value, kernels.GROUP_FIELDS.value
         words = np.zeros(fields + per_group * len(arena.groups), dtype=np.int64)
-        words[kernels.OUT_QUERY_START.value : fields] = [values.data_ptr() for values in vars(arena.shared).values()]
+        outputs = [values.data_ptr() for values in vars(arena.shared).values()]
+        words[kernels.OUT_QUERY_START.value : kernels.OUT_CHUNK_INDEX.value + 1] = outputs
         varying = list(range(kernels.OUT_QUERY_START.value))
         for index, group_plan in enumerate(arena.groups):
             start = fields + index * per_group
