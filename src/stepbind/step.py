@@ -193,15 +193,18 @@ def _count_tokens(
         longest = int(np.maximum.reduce(prior.view(np.uint32)))
         if longest < INT32_MAX:
             return rows, 1, longest + 1, int(np.add.reduce(prior, dtype=np.int64)) + rows
-    _check_lengths(phase, query, prior)
+    fewest, most = int(query.min()), int(query.max())
     context = query.astype(np.int64) + prior
     longest = int(context.max())
+    if fewest < 1 or prior.min() < 0 or (phase is Phase.DECODE and most > 1):
+        _check_lengths(phase, query, prior)
     if longest > INT32_MAX:
         raise StepError("prior_len + query_len", longest, f"at most {INT32_MAX} tokens a row")
-    return int(query.sum(dtype=np.int64)), int(query.max()), longest, int(context.sum())
+    return int(query.sum(dtype=np.int64)), most, longest, int(context.sum())
 
 
 def _check_lengths(phase: Phase, query: npt.NDArray[np.int32], prior: npt.NDArray[np.int32]) -> None:
+    """Say what is wrong with lengths, if they are not those of a dummy step."""
     if prior.min() < 0:
         row = int(prior.argmin())
         raise StepError(f"prior_len[{row}]", int(prior[row]), "0 or more tokens")

@@ -68,7 +68,8 @@ class _Bucket:
 class Launcher:
     """What the GPU fill of one arena remembers between steps.
 
-    words: [D] int64, a descriptor on the host; those at `varying` are a step's own, the others the arena's.
+    words: [D] int64, a descriptor on the host; those at `varying` are a step's own (`written`: the last such ones),
+        the others the arena's.
     upload: [D + max_rows] int64 on the device: the descriptor and lengths of a step that needs a copy.
     """
 
@@ -78,6 +79,7 @@ class Launcher:
     upload: torch.Tensor
     buckets: dict[tuple[int, ...], _Bucket]
     descriptors: dict[tuple[int, ...], torch.Tensor]
+    written: tuple[int, ...] = ()
 
     @staticmethod
     def of(arena: Arena) -> Launcher:
@@ -97,7 +99,7 @@ class Launcher:
         if step.phase is Phase.DECODE:
             key: tuple[int, ...] = (step.padded_rows, step.padded_tokens)
         else:
-            snapshots = [num_snapshots(step, group) for group in step.groups]
+            snapshots = _snapshots_of_groups(step)
             verify = step.phase is Phase.VERIFY
             key = (step.padded_rows, step.padded_tokens, verify, num_conv_chunks(step), *snapshots)
         bucket = self.buckets.get(key)
@@ -153,27 +155,39 @@ class Launcher:
     def _send(self, step: Step) -> torch.Tensor:
         """Copy a descriptor and the lengths behind it to the device together."""
         _check_not_capturing(self.arena, "lengths on the host only")
-        rows, size = step.num_rows, self.words.size
-        start = self.upload.data_ptr() + 8 * size
-        key = _varying(step, start, 1, start + 4 * rows, 1)
-        staged = self._staged(key, (step.query_len.host, step.prior_len.host))
-        self.upload[: size + rows].copy_(staged[: size + rows], non_blocking=True)
+        start = self.upload.data_ptr() + 8 * self.words.size
+        key = _varying(step, start, 1, start + 4 * step.num_rows, 1)
+        self.upload.copy_(self._staged(key, (step.query_len.host, step.prior_len.host)), non_blocking=True)
         return self.upload
 
     def _staged(self, varying: tuple[int, ...], lengths: tuple[npt.NDArray[np.int32], ...]) -> torch.Tensor:
-        """A descriptor, and lengths behind it, in pinned memory of their own.
+        """A descriptor, and lengths behind it, in pinned memory of their own, of the shape of `upload`.
 
         The copy out of it is not waited for: torch's pinned allocator hands memory out again only when the copies
         that it saw of it are done.
         """
         staged = torch.empty(self.upload.shape, dtype=torch.int64, pin_memory=self.arena.device.type == "cuda")
         values = staged.numpy()
-        self.words[self.varying] = varying
-        values[: self.words.size] = self.words
-        behind = values[self.words.size :].view(np.int32)
-        for index, length in enumerate(lengths):
-            behind[index * length.size : (index + 1) * length.size] = length
+        size = self.words.size
+        if varying != self.written:
+            self.words[self.varying] = varying
+            self.written = varying
+        values[:size] = self.words
+        if lengths:
+            behind = values[size:].view(np.int32)
+            end = 0
+            for length in lengths:
+                start, end = end, end + length.size
+                behind[start:end] = length
         return staged
+
+
+def _snapshots_of_groups(step: Step) -> list[int]:
+    by_size: dict[int, int] = {}
+    for group in step.groups:
+        if group.kind is GroupKind.STATE and group.block_size not in by_size:
+            by_size[group.block_size] = num_snapshots(step, group)
+    return [by_size[group.block_size] if group.kind is GroupKind.STATE else 0 for group in step.groups]
 
 
 def _varying(step: Step, query: int, query_stride: int, prior: int, prior_stride: int) -> tuple[int, ...]:
