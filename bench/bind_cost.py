@@ -20,7 +20,7 @@ from stepbind.caches import Caches
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.models.adapt import adapted
 from stepbind.plan import Arena, build_plan, make_arena
-from stepbind.step import BlockTable, Lengths, Phase, Step, make_step
+from stepbind.step import BlockTable, BlockTables, Lengths, Phase, Step, make_step
 from stepbind.tiny import tiny_model
 
 FILLS_IN_A_GRAPH = 100
@@ -69,7 +69,7 @@ class Host:
         columns = -(-(prior + case.query) // 64)
         blocks = torch.arange(1, case.rows * columns + 1, dtype=torch.int32, device="cuda") % 4999 + 1
         self.tables = {group.name: blocks.reshape(case.rows, columns).clone() for group in self.groups}
-        self.kept = tuple(BlockTable(group, self.tables[group.name]) for group in self.groups)
+        self.kept = BlockTables(BlockTable(group, self.tables[group.name]) for group in self.groups)
         self.arena: Arena = make_arena(
             self.groups,
             max_rows=case.rows,
@@ -84,10 +84,10 @@ class Host:
         return Lengths(host.host, torch.from_numpy(host.host).cuda()) if self.case.device_lengths else host
 
     def step(self) -> Step:
-        return make_step(self.groups, self.case.phase, self.query, self.prior, self.tables)
-
-    def step_from_kept_tables(self) -> Step:
         return Step(self.case.phase, self.query, self.prior, self.kept)
+
+    def step_with_new_tables(self) -> Step:
+        return make_step(self.groups, self.case.phase, self.query, self.prior, self.tables)
 
     def bind(self, model: Any) -> None:
         with bind(build_plan(self.step(), self.arena, strict=False), self.caches, model):
@@ -162,7 +162,7 @@ def main() -> None:
         for case in values:
             print_row(f"{name} {getattr(case, name)}", measure(case, models), floor)
     host = Host(Case())
-    print(f"\na step from tables that the host keeps: {host_us(host.step_from_kept_tables):.1f} us")
+    print(f"\na step whose tables are looked at again (make_step): {host_us(host.step_with_new_tables):.1f} us")
 
 
 def print_row(name: str, row: Row, floor: float) -> None:

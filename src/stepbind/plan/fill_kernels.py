@@ -18,24 +18,21 @@ from stepbind.plan.plan import CONV_CHUNK
 # Fields of the descriptor: first the step's, then GROUP_FIELDS for each group. Pointers are addresses, strides count
 # elements.
 QUERY_LEN = tl.constexpr(0)
-QUERY_LEN_STRIDE = tl.constexpr(1)
-PRIOR_LEN = tl.constexpr(2)
-PRIOR_LEN_STRIDE = tl.constexpr(3)
-ROTARY = tl.constexpr(4)  # the host's rotary positions, 0 = none given
-ROTARY_STRIDE = tl.constexpr(5)
-ROTARY_IS_64 = tl.constexpr(6)
-OUT_QUERY_START = tl.constexpr(7)
-OUT_QUERY_LEN = tl.constexpr(8)
-OUT_PRIOR_LEN = tl.constexpr(9)
-OUT_CONTEXT_LEN = tl.constexpr(10)
-OUT_HAS_PRIOR = tl.constexpr(11)
-OUT_ROW_OF_TOKEN = tl.constexpr(12)
-OUT_POSITION = tl.constexpr(13)
-OUT_SPAN_START = tl.constexpr(14)
-OUT_SPAN_END = tl.constexpr(15)
-OUT_CHUNK_ROW = tl.constexpr(16)
-OUT_CHUNK_INDEX = tl.constexpr(17)
-STEP_FIELDS = tl.constexpr(32)  # the groups' fields fill a cache line of 128 bytes each
+PRIOR_LEN = tl.constexpr(1)
+ROTARY = tl.constexpr(2)  # the host's rotary positions, 0 = none given
+ROTARY_BYTES = tl.constexpr(3)  # of one position
+OUT_QUERY_START = tl.constexpr(4)
+OUT_QUERY_LEN = tl.constexpr(5)
+OUT_PRIOR_LEN = tl.constexpr(6)
+OUT_CONTEXT_LEN = tl.constexpr(7)
+OUT_HAS_PRIOR = tl.constexpr(8)
+OUT_ROW_OF_TOKEN = tl.constexpr(9)
+OUT_POSITION = tl.constexpr(10)
+OUT_SPAN_START = tl.constexpr(11)
+OUT_SPAN_END = tl.constexpr(12)
+OUT_CHUNK_ROW = tl.constexpr(13)
+OUT_CHUNK_INDEX = tl.constexpr(14)
+STEP_FIELDS = tl.constexpr(16)  # 128 bytes, a cache line, as GROUP_FIELDS are
 
 IS_STATE = tl.constexpr(0)
 BLOCK_SIZE = tl.constexpr(1)  # tokens
@@ -84,10 +81,9 @@ def _int32_at(desc, field):
 @triton.jit
 def _lengths(desc, row, num_rows):
     """query_len and prior_len of rows; 0 past the last one."""
-    query = _int32_at(desc, QUERY_LEN) + row.to(tl.int64) * tl.load(desc + QUERY_LEN_STRIDE)
-    prior = _int32_at(desc, PRIOR_LEN) + row.to(tl.int64) * tl.load(desc + PRIOR_LEN_STRIDE)
     live = row < num_rows
-    return tl.load(query, mask=live, other=0), tl.load(prior, mask=live, other=0)
+    query = tl.load(_int32_at(desc, QUERY_LEN) + row, mask=live, other=0)
+    return query, tl.load(_int32_at(desc, PRIOR_LEN) + row, mask=live, other=0)
 
 
 @triton.jit
@@ -164,11 +160,10 @@ def _store_tokens(desc, token, row, start, position, real, stored):
     rotary = tl.load(desc + ROTARY)
     value = position.to(tl.int64)
     if rotary != 0:
-        at = token.to(tl.int64) * tl.load(desc + ROTARY_STRIDE)
-        if tl.load(desc + ROTARY_IS_64) != 0:
-            value = tl.load(rotary.to(tl.pointer_type(tl.int64)) + at, mask=real & stored, other=0)
+        if tl.load(desc + ROTARY_BYTES) == 8:
+            value = tl.load(rotary.to(tl.pointer_type(tl.int64)) + token, mask=real & stored, other=0)
         else:
-            value = tl.load(rotary.to(tl.pointer_type(tl.int32)) + at, mask=real & stored, other=0).to(tl.int64)
+            value = tl.load(rotary.to(tl.pointer_type(tl.int32)) + token, mask=real & stored, other=0).to(tl.int64)
     tl.store(_int32_at(desc, OUT_ROW_OF_TOKEN) + token, tl.where(real, row, -1), mask=stored)
     out_position = tl.load(desc + OUT_POSITION).to(tl.pointer_type(tl.int64))
     tl.store(out_position + token, tl.where(real, value, 0), mask=stored)

@@ -22,7 +22,7 @@ from stepbind.groups import GroupKind
 from stepbind.plan import fill_kernels as kernels
 from stepbind.plan.arena import Arena, check_fits, group_views, num_conv_chunks, num_snapshots, shared_views
 from stepbind.plan.plan import GroupPlan, PagedPlan, Plan, Shared, Sizes
-from stepbind.step import BlockTable, Granularity, Phase, Step
+from stepbind.step import Phase, Step
 
 ROWS = 4
 """Rows of one program."""
@@ -141,7 +141,7 @@ class Launcher:
         query, prior = step.query_len.device, step.prior_len.device
         if query is None or prior is None:
             return self._send(step)
-        key = _varying(step, query.data_ptr(), query.stride(0), prior.data_ptr(), prior.stride(0))
+        key = _varying(step, query.data_ptr(), prior.data_ptr())
         descriptor = self.descriptors.get(key)
         if descriptor is None:
             if len(self.descriptors) >= MAX_DESCRIPTORS:
@@ -156,7 +156,7 @@ class Launcher:
         """Copy a descriptor and the lengths behind it to the device together."""
         _check_not_capturing(self.arena, "lengths on the host only")
         start = self.upload.data_ptr() + 8 * self.words.size
-        key = _varying(step, start, 1, start + 4 * step.num_rows, 1)
+        key = _varying(step, start, start + 4 * step.num_rows)
         self.upload.copy_(self._staged(key, (step.query_len.host, step.prior_len.host)), non_blocking=True)
         return self.upload
 
@@ -190,24 +190,12 @@ def _snapshots_of_groups(step: Step) -> list[int]:
     return [by_size[group.block_size] if group.kind is GroupKind.STATE else 0 for group in step.groups]
 
 
-def _varying(step: Step, query: int, query_stride: int, prior: int, prior_stride: int) -> tuple[int, ...]:
+def _varying(step: Step, query: int, prior: int) -> tuple[int, ...]:
     """The fields of a descriptor that are a step's own, in their order."""
     position = step.position
     if position is None:
-        fields = [query, query_stride, prior, prior_stride, 0, 0, 0]
-    else:
-        is_64 = int(position.dtype == torch.int64)
-        fields = [query, query_stride, prior, prior_stride, position.data_ptr(), position.stride(0), is_64]
-    for table in step.tables:
-        blocks = table.blocks
-        fields += (blocks.data_ptr(), *blocks.stride(), blocks.shape[1], _ids_per_block(table))
-    return tuple(fields)
-
-
-def _ids_per_block(table: BlockTable) -> int:
-    if table.granularity is Granularity.PHYSICAL:
-        return 1
-    return table.group.block_size // table.group.kernel_block_size
+        return (query, prior, 0, 0, *step.block_tables.fields)
+    return (query, prior, position.data_ptr(), position.element_size(), *step.block_tables.fields)
 
 
 def _group_words(group_plan: GroupPlan, faults: torch.Tensor) -> list[int]:

@@ -18,7 +18,8 @@ CONV_CHUNK = 8
 @dataclass(frozen=True, eq=False)
 class Sizes:
     """What the host knows of a step. Rows and tokens are counts; `max_query`, `max_context`, `total_context` are in
-    tokens, new ones included. query_len, prior_len: the host's lengths, [num_rows]."""
+    tokens, new ones included. query_len, prior_len: the host's lengths, [num_rows], theirs to change after the step.
+    """
 
     phase: Phase
     num_rows: int
@@ -27,14 +28,19 @@ class Sizes:
     padded_tokens: int
     max_query: int
     max_context: int
-    total_context: int
     is_dummy: bool
     query_len: npt.NDArray[np.int32]
     prior_len: npt.NDArray[np.int32]
 
+    @property
+    def total_context(self) -> int:
+        return int(self.prior_len.sum(dtype=np.int64)) + self.num_tokens
+
     @staticmethod
     def of(step: Step) -> Sizes:
-        return Sizes(
+        sizes = object.__new__(Sizes)
+        # One update, as every step makes one: a frozen dataclass sets its fields one by one.
+        vars(sizes).update(
             phase=step.phase,
             num_rows=step.num_rows,
             num_tokens=step.num_tokens,
@@ -42,11 +48,11 @@ class Sizes:
             padded_tokens=step.padded_tokens,
             max_query=step.max_query,
             max_context=step.max_context,
-            total_context=step.total_context,
             is_dummy=step.is_dummy,
             query_len=step.query_len.host,
             prior_len=step.prior_len.host,
         )
+        return sizes
 
 
 @dataclass(frozen=True, eq=False)
