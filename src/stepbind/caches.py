@@ -53,11 +53,21 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
+class IndexSpec:
+    """The keys of a sparse layer's indexer: one vector of `dim` elements a token."""
+
+    dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class LatentSpec:
-    """A latent-attention (MLA) layer's pages: `elements` a token, the compressed vector then the rotary key."""
+    """A latent-attention (MLA) layer's pages: `elements` a token, the compressed vector then the rotary key. `index`
+    is given for a layer that runs an indexer of its own, None for dense layers and for those that share a choice."""
 
     elements: int
     dtype: torch.dtype
+    index: IndexSpec | None = None
 
 
 LayerSpec = KVSpec | StateSpec | LatentSpec
@@ -81,9 +91,11 @@ class StateSlots:
 
 @dataclass(frozen=True, eq=False)
 class LatentPages:
-    """latent: [kernel blocks, tokens per kernel block, elements]."""
+    """latent: [kernel blocks, tokens per kernel block, elements]; index_key: [kernel blocks, tokens per kernel block,
+    index dim] for a layer that runs an indexer."""
 
     latent: torch.Tensor
+    index_key: torch.Tensor | None = None
 
 
 LayerCache = KVPages | StateSlots | LatentPages
@@ -95,15 +107,34 @@ def kv_pages(buffer: torch.Tensor, spec: KVSpec, group: CacheGroup, layer: int) 
     Raises `StepError` with the numbers for another shape or dtype.
     """
     expected = (group.num_kernel_blocks, 2, spec.num_kv_heads, group.kernel_block_size, spec.head_dim)
-    _check_pages(buffer, expected, spec.dtype, group, layer)
+    _check_pages(f"layer {layer} attention buffer", buffer, expected, spec.dtype, group)
     return KVPages(key=buffer[:, 0], value=buffer[:, 1])
 
 
-def latent_pages(buffer: torch.Tensor, spec: LatentSpec, group: CacheGroup, layer: int) -> LatentPages:
-    """Latent pages of a buffer [kernel blocks, kernel block size, elements]. Raises `StepError` for another one."""
+def latent_pages(
+    buffer: torch.Tensor, spec: LatentSpec, group: CacheGroup, layer: int, index_buffer: torch.Tensor | None = None
+) -> LatentPages:
+    """Latent pages of a buffer [kernel blocks, kernel block size, elements], and for a layer with an indexer its keys
+    [kernel blocks, kernel block size, index dim].
+
+    Where the host carries no index keys (`index_buffer` None) the view owns some, in the same blocks: a host that
+    copies or offloads blocks has to carry them itself. Their content is undefined, as that of any unwritten page.
+    Raises `StepError` for buffers of another shape or dtype, and for index keys of a layer that has no indexer.
+    """
     expected = (group.num_kernel_blocks, group.kernel_block_size, spec.elements)
-    _check_pages(buffer, expected, spec.dtype, group, layer)
-    return LatentPages(latent=buffer)
+    _check_pages(f"layer {layer} latent buffer", buffer, expected, spec.dtype, group)
+    name = f"layer {layer} index key buffer"
+    if spec.index is None:
+        if index_buffer is not None:
+            raise StepError(name, f"shape {tuple(index_buffer.shape)}", "none: the layer runs no indexer")
+        return LatentPages(buffer)
+    expected = (group.num_kernel_blocks, group.kernel_block_size, spec.index.dim)
+    if index_buffer is None:
+        index_buffer = torch.empty(expected, dtype=spec.index.dtype, device=buffer.device)
+    _check_pages(name, index_buffer, expected, spec.index.dtype, group)
+    if index_buffer.device != buffer.device:
+        raise StepError(name, f"device {index_buffer.device}", f"{buffer.device} as the latent buffer")
+    return LatentPages(buffer, index_buffer)
 
 
 def state_slots(buffer: torch.Tensor, spec: StateSpec, group: CacheGroup, layer: int) -> StateSlots:
@@ -149,9 +180,8 @@ def state_slots(buffer: torch.Tensor, spec: StateSpec, group: CacheGroup, layer:
 
 
 def _check_pages(
-    buffer: torch.Tensor, expected: tuple[int, ...], dtype: torch.dtype, group: CacheGroup, layer: int
+    name: str, buffer: torch.Tensor, expected: tuple[int, ...], dtype: torch.dtype, group: CacheGroup
 ) -> None:
-    name = f"layer {layer} {group.kind.value} buffer"
     if tuple(buffer.shape) != expected:
         raise StepError(
             name,
@@ -188,7 +218,7 @@ class BufferKey:
 
 @dataclass(frozen=True, eq=False)
 class _Remembered:
-    key: tuple[BufferKey, LayerSpec, CacheGroup]
+    key: tuple[BufferKey, BufferKey | None, LayerSpec, CacheGroup]  # None: no index keys of the host's
     view: LayerCache
 
 
@@ -198,7 +228,8 @@ class Caches:
 
     `update` is cheap where nothing changed; a layer whose buffer, spec or group changed in anything that its view
     bakes in gets a new view, and the old one is dropped. `generation` counts such changes: whatever else baked a
-    view in (a captured graph) is stale when it moved.
+    view in (a captured graph) is stale when it moved. Index keys that the host does not carry live and die with
+    their layer's view.
     """
 
     generation: int = 0
@@ -209,9 +240,10 @@ class Caches:
         groups: Sequence[CacheGroup],
         specs: Mapping[int, LayerSpec],
         buffers: Mapping[int, torch.Tensor],
+        index_buffers: Mapping[int, torch.Tensor] | None = None,
     ) -> Caches:
         caches = Caches()
-        caches.update(groups, specs, buffers)
+        caches.update(groups, specs, buffers, index_buffers)
         return caches
 
     def update(
@@ -219,8 +251,10 @@ class Caches:
         groups: Sequence[CacheGroup],
         specs: Mapping[int, LayerSpec],
         buffers: Mapping[int, torch.Tensor],
+        index_buffers: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """Look at the buffers that the host has now, by layer number.
+        """Look at the buffers that the host has now, by layer number. `index_buffers`: those of index keys, where the
+        host carries them.
 
         Raises `StepError` for a layer without a group or buffer, a spec that is not of its group's kind, and
         buffers that do not fit (see `kv_pages`, `state_slots`, `latent_pages`); the old views stay then.
@@ -233,12 +267,13 @@ class Caches:
             if layer not in buffers:
                 raise StepError(f"layer {layer}", "no cache buffer", "the host's buffer of this layer")
             group, buffer = group_of[layer], buffers[layer]
-            key = (BufferKey.of(buffer), spec, group)
+            index_buffer = index_buffers.get(layer) if index_buffers else None
+            key = (BufferKey.of(buffer), None if index_buffer is None else BufferKey.of(index_buffer), spec, group)
             old = self._layers.get(layer)
             if old is not None and old.key == key:
                 fresh[layer] = old
             else:
-                fresh[layer] = _Remembered(key, layer_view(buffer, spec, group, layer))
+                fresh[layer] = _Remembered(key, layer_view(buffer, spec, group, layer, index_buffer))
         same = fresh.keys() == self._layers.keys()
         if not same or any(fresh[layer] is not self._layers[layer] for layer in fresh):
             self._layers = fresh
@@ -253,13 +288,22 @@ class Caches:
 _KIND_OF_SPEC = {KVSpec: GroupKind.ATTENTION, StateSpec: GroupKind.STATE, LatentSpec: GroupKind.LATENT}
 
 
-def layer_view(buffer: torch.Tensor, spec: LayerSpec, group: CacheGroup, layer: int) -> LayerCache:
+def layer_view(
+    buffer: torch.Tensor,
+    spec: LayerSpec,
+    group: CacheGroup,
+    layer: int,
+    index_buffer: torch.Tensor | None = None,
+) -> LayerCache:
     """The typed view of one layer's buffer. Raises `StepError` where spec, group and buffer do not fit."""
     kind = _KIND_OF_SPEC[type(spec)]
     if kind is not group.kind:
-        raise StepError(f"layer {layer}", f"a {group.kind.value} group {group.name!r}", f"a {kind.value} group")
+        raise StepError(f"layer {layer}", f"group {group.name!r} of kind {group.kind.value}", f"kind {kind.value}")
+    if index_buffer is not None and not isinstance(spec, LatentSpec):
+        name = f"layer {layer} index key buffer"
+        raise StepError(name, f"shape {tuple(index_buffer.shape)}", f"none: the layer is of kind {kind.value}")
     if isinstance(spec, KVSpec):
         return kv_pages(buffer, spec, group, layer)
     if isinstance(spec, StateSpec):
         return state_slots(buffer, spec, group, layer)
-    return latent_pages(buffer, spec, group, layer)
+    return latent_pages(buffer, spec, group, layer, index_buffer)

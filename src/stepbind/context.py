@@ -33,6 +33,13 @@ class Context:
             raise StepError(f"layer {layer}", f"{type(cache).__name__} in its group", "recurrent state")
         return plan, cache
 
+    def latent(self, layer: int) -> tuple[PagedPlan, LatentPages]:
+        """Plan and pages of a latent-attention layer. Raises `StepError` for a layer of another kind."""
+        plan, cache = self._of(layer)
+        if not (isinstance(plan, PagedPlan) and isinstance(cache, LatentPages)):
+            raise StepError(f"layer {layer}", f"{type(cache).__name__} in its group", "latent pages")
+        return plan, cache
+
     def _of(self, layer: int) -> tuple[PagedPlan | StatePlan, KVPages | StateSlots | LatentPages]:
         index = self.plan.group_of_layer.get(layer)
         if index is None:

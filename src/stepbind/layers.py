@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stepbind.caches import KVSpec, LayerSpec, StateSpec
+from stepbind.caches import IndexSpec, KVSpec, LatentSpec, LayerSpec, StateSpec
 from stepbind.errors import StepError
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.models.family import Family, family_of
@@ -50,7 +50,7 @@ def discover_layers(model: nn.Module) -> tuple[Layer, ...]:
             )
         found[layer.index] = layer
     if not found:
-        expected = family.attention_class + (f" or {family.delta.module_class}" if family.delta else "")
+        expected = " or ".join(family.module_classes)
         raise StepError("model", f"{type(model).__name__} without context-reading layers", f"modules {expected}")
     return tuple(found[index] for index in sorted(found))
 
@@ -61,6 +61,8 @@ def _as_layer(family: Family, name: str, module: nn.Module) -> Layer | None:
         return Layer(module.layer_idx, GroupKind.ATTENTION, name, module, _kv_spec(module))  # type: ignore[arg-type]
     if family.delta is not None and class_name == family.delta.module_class:
         return Layer(module.layer_idx, GroupKind.STATE, name, module, _state_spec(module))  # type: ignore[arg-type]
+    if family.latent is not None and class_name == family.latent.module_class:
+        return Layer(module.layer_idx, GroupKind.LATENT, name, module, _latent_spec(module))  # type: ignore[arg-type]
     return None
 
 
@@ -81,6 +83,16 @@ def _state_spec(module: nn.Module) -> StateSpec:
         state_dtype=RECURRENT_DTYPE,
         conv_dtype=conv.dtype,
     )
+
+
+def _latent_spec(module: nn.Module) -> LatentSpec:
+    """The attention module owns the layer; its indexer, where it has one, lives inside."""
+    weight = module.get_parameter("kv_a_proj_with_mqa.weight")
+    index = None
+    if isinstance(module._modules.get("indexer"), nn.Module):
+        key_weight = module.get_parameter("indexer.wk.weight")
+        index = IndexSpec(dim=key_weight.shape[0], dtype=key_weight.dtype)
+    return LatentSpec(elements=weight.shape[0], dtype=weight.dtype, index=index)
 
 
 def group_layers(

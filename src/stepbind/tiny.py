@@ -13,6 +13,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV32Config,
+    GlmMoeDsaConfig,
     LlamaConfig,
     OlmoHybridConfig,
     PreTrainedTokenizerFast,
@@ -53,12 +56,34 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+_LATENT: dict[str, Any] = {
+    **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+# So many heads that hardly any score is exactly zero in all: transformers' choice among equal scores is not specified.
+_INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
 
 TINY: dict[str, Callable[[], Any]] = {
     "qwen3_next": lambda: Qwen3NextConfig(**_COMMON, **_LINEAR, **_EXPERTS),
     "qwen3_5": lambda: Qwen3_5TextConfig(**_COMMON, **_LINEAR),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_COMMON, **_LINEAR, **_EXPERTS),
     "olmo_hybrid": lambda: OlmoHybridConfig(**_COMMON, **_LINEAR),
+    "deepseek_v3": lambda: DeepseekV3Config(**_LATENT),
+    "deepseek_v32": lambda: DeepseekV32Config(**_LATENT, **_INDEXER),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(**_LATENT, **_INDEXER, indexer_types=["full", "shared", "full"]),
     "qwen3": lambda: Qwen3Config(**_COMMON, num_hidden_layers=3),
     "llama": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
 }
@@ -85,7 +110,7 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        model.get_output_embeddings().weight.normal_(std=0.5)
+        model.get_output_embeddings().weight.normal_(std=0.25)
         model.get_input_embeddings().weight.normal_(std=1.0)
     return model.eval()
 

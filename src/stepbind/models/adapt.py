@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +16,9 @@ from transformers import AttentionInterface
 from stepbind.groups import GroupKind
 from stepbind.layers import Layer, discover_layers
 from stepbind.models.attention import NAME, attention_forward
-from stepbind.models.family import family_of
+from stepbind.models.family import Family, family_of
 from stepbind.models.gated_delta import gated_delta_forward
+from stepbind.models.latent import latent_forward
 
 AttentionInterface.register(NAME, attention_forward)
 
@@ -40,7 +41,7 @@ _lock = threading.Lock()
 @contextmanager
 def adapted(model: Any) -> Iterator[tuple[Layer, ...]]:
     """The model's layers, reading the bound context inside the block: attention through transformers' attention
-    interface, Gated DeltaNet through a forward of ours.
+    interface, Gated DeltaNet and latent attention through forwards of ours.
 
     Scopes nest and may overlap across threads; the last one to leave puts back what the first one replaced, in
     reverse order. Inside, a forward without `bind` raises `NotBoundError`, in whichever thread it runs.
@@ -69,7 +70,7 @@ def leave(model: Any, adaptation: Adaptation) -> None:
     with _lock:
         adaptation.users -= 1
         if adaptation.users == 0:
-            del _adaptations[model]
+            _adaptations.pop(model, None)  # gone already where the scope outlived its model
             _restore(model, adaptation)
 
 
@@ -78,17 +79,28 @@ def _adapt(model: Any) -> Adaptation:
     adaptation = Adaptation(discover_layers(model), model.config._attn_implementation)
     model.set_attn_implementation(NAME)
     for layer in adaptation.layers:
-        if layer.kind is GroupKind.STATE and family.delta is not None:
-            attributes = vars(layer.module)
-            if "forward" in attributes:
-                adaptation.own_forward[layer.name] = attributes["forward"]
-            layer.module.forward = partial(gated_delta_forward, layer.module, family.delta)
+        forward = _forward_of(family, layer)
+        if forward is None:
+            continue
+        attributes = vars(layer.module)
+        if "forward" in attributes:
+            adaptation.own_forward[layer.name] = attributes["forward"]
+        layer.module.forward = forward
     return adaptation
+
+
+def _forward_of(family: Family, layer: Layer) -> Callable[..., Any] | None:
+    """The forward that takes the place of a layer's own; None where transformers' attention interface is enough."""
+    if layer.kind is GroupKind.STATE and family.delta is not None:
+        return partial(gated_delta_forward, layer.module, family.delta)
+    if layer.kind is GroupKind.LATENT and family.latent is not None:
+        return partial(latent_forward, layer.module, family.latent)
+    return None
 
 
 def _restore(model: Any, adaptation: Adaptation) -> None:
     for layer in reversed(adaptation.layers):
-        if layer.kind is GroupKind.STATE:
+        if layer.kind is not GroupKind.ATTENTION:
             if layer.name in adaptation.own_forward:
                 layer.module.forward = adaptation.own_forward[layer.name]
             else:

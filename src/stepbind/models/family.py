@@ -32,23 +32,52 @@ class DeltaLayout:
     out: str  # name of the output projection
 
 
+Rotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A rotary embedding of transformers: (query [T, heads, D], key [T, 1, D], cos [T, D], sin [T, D]) -> both, rotated.
+Either each half of D is one part of the pairs (half-split), or neighbours are pairs (interleaved)."""
+
+
+@dataclass(frozen=True, eq=False)
+class LatentLayout:
+    """How one architecture's latent attention (MLA) module rotates its keys and chooses tokens. The projections are
+    named alike in all of them."""
+
+    module_class: str
+    rotary: Callable[[Any], Rotary]  # by config
+    index_rotary: Rotary | None = None  # of the indexer; None: no indexer, attention to the whole context
+    passes_choice: bool = False  # whether a layer hands its choice of tokens on to the next one
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One transformers architecture. Class names are the modeling file's."""
+    """One transformers architecture. Class names are the modeling file's.
+
+    What kind of model it is follows from the layouts declared: `attention_class` alone is a plain model, with `delta`
+    a hybrid one, `latent` a latent-attention (MLA) one, sparse where that has an `index_rotary`. Nothing else differs
+    between them: layer kinds, cache specs, groups and plans all come from here.
+    """
 
     name: str
     model_types: tuple[str, ...]  # `config.model_type` of the causal language model
     layers: str  # for people: which layer kinds it mixes
-    attention_class: str
+    attention_class: str | None = None
     delta: DeltaLayout | None = None
+    latent: LatentLayout | None = None
     unsupported: Callable[[Any], str | None] = lambda config: None  # what in a config we cannot serve
+
+    @property
+    def module_classes(self) -> tuple[str, ...]:
+        """Class names of its context-reading modules."""
+        layouts = [layout.module_class for layout in (self.delta, self.latent) if layout is not None]
+        return (*([self.attention_class] if self.attention_class else []), *layouts)
 
 
 def families() -> tuple[Family, ...]:
     """All known families."""
-    from stepbind.models import dense, olmo_hybrid, qwen3_5, qwen3_next
+    from stepbind.models import deepseek, dense, glm_moe_dsa, olmo_hybrid, qwen3_5, qwen3_next
 
-    return (*qwen3_next.FAMILIES, *qwen3_5.FAMILIES, *olmo_hybrid.FAMILIES, *dense.FAMILIES)
+    hybrid = (*qwen3_next.FAMILIES, *qwen3_5.FAMILIES, *olmo_hybrid.FAMILIES)
+    return (*hybrid, *deepseek.FAMILIES, *glm_moe_dsa.FAMILIES, *dense.FAMILIES)
 
 
 def family_of(model: nn.Module) -> Family:

@@ -30,31 +30,46 @@ def paged_attention(
         from stepbind.ops import triton_attention
 
         return triton_attention.paged_attention(query, pages, plan, shared, sizes, scale)
-    tokens, num_heads, head_dim = query.shape
     if sizes.max_context == 0:
         return torch.zeros_like(query)
-    num_kv_heads = pages.key.shape[1]
+    key, value, readable = _gather_context(pages, plan, shared)
+    return attend_context(query, key, value, readable, shared, sizes, scale)
+
+
+def attend_context(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    readable: torch.Tensor,
+    shared: Shared,
+    sizes: Sizes,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of query [T, query heads, D] over each row's context: key [B, KV heads, L, D], value
+    [B, KV heads, L, Dv], of which `readable` [B, L] bool may be looked at; what may not must be finite.
+
+    Returns [T, query heads, Dv], zero for tokens that have nothing to attend to.
+    """
+    tokens, num_heads, _ = query.shape
+    num_kv_heads, context_len = key.shape[1:3]
     heads_per_kv = num_heads // num_kv_heads
     layout = RowLayout.of(shared, sizes.max_query)
-    key, value, readable = _gather_context(pages, plan, shared)
 
     # [B, KV heads, queries, heads per KV head, D]: the grouped heads share their KV head's keys as more queries.
     padded = layout.pad(query.unflatten(1, (num_kv_heads, heads_per_kv))).permute(0, 2, 1, 3, 4)
     position = shared.prior_len[:, None] + torch.arange(sizes.max_query, device=query.device)
-    context = torch.arange(key.shape[2], device=query.device)
-    out = torch.empty_like(padded)
-    block = max(1, MAX_SCORES // (layout.rows * heads_per_kv * key.shape[2]))
+    context = torch.arange(context_len, device=query.device)
+    out = padded.new_empty(*padded.shape[:-1], value.shape[-1])
+    block = max(1, MAX_SCORES // (layout.rows * heads_per_kv * context_len))
     for start in range(0, sizes.max_query, block):
         part = slice(start, min(start + block, sizes.max_query))
         allowed = readable[:, None, :] & (context <= position[:, part, None])
-        seen = allowed.any(dim=2)
         mask = allowed.repeat_interleave(heads_per_kv, dim=1)[:, None]
-        attended = scaled_dot_product_attention(
+        # A query that may attend to nothing gives zeros here, as law 5 wants (torch's masked softmax, since 2.5).
+        out[:, :, part] = scaled_dot_product_attention(
             padded[:, :, part].flatten(2, 3), key, value, attn_mask=mask, scale=scale
         ).unflatten(2, (-1, heads_per_kv))
-        # Softmax over nothing is NaN; law 5 wants zeros.
-        out[:, :, part] = torch.where(seen[:, None, :, None, None], attended, 0)
-    return layout.flatten(out.permute(0, 2, 1, 3, 4), tokens).reshape(tokens, num_heads, head_dim)
+    return layout.flatten(out.permute(0, 2, 1, 3, 4), tokens).flatten(1, 2)
 
 
 def _gather_context(pages: KVPages, plan: PagedPlan, shared: Shared) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

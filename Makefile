@@ -1,0 +1,36 @@
+# TORCH is what pip installs first. On Linux the default index serves a CUDA build of several gigabytes; to get the
+# CPU build, point pip at an index of CPU wheels (PIP_INDEX_URL or PIP_EXTRA_INDEX_URL), or have one on disk.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := build/demo
+
+.PHONY: demo test test-full lint bench clean
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
+	touch $@
+
+demo: $(VENV)/ready
+	@$(BIN)/python tools/make_demo.py $(DEMO)
+	$(BIN)/stepbind generate $(DEMO) "A serving engine owns" --max-new-tokens 500 --chunk 7 --poison --compare
+
+test: lint
+	$(BIN)/pytest --numprocesses=2
+
+test-full: $(VENV)/ready
+	$(BIN)/pytest --numprocesses=2 --full
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/ready
+	$(BIN)/python bench/cpu.py
+
+clean:
+	rm -rf $(VENV) build

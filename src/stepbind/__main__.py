@@ -1,0 +1,5 @@
+"""`python -m stepbind`."""
+
+from stepbind.cli import main
+
+main()

@@ -1,0 +1,50 @@
+"""What this machine offers: versions, devices, and which kernel each op would use there, and why."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+PACKAGES = ("stepbind", "torch", "transformers", "tokenizers", "safetensors", "triton")
+OPS = ("plan fill", "cache write", "paged attention", "causal convolution", "gated delta rule")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that an op would use on a device."""
+
+    op: str
+    device: str
+    kernel: str
+    why: str
+
+
+def versions() -> dict[str, str]:
+    """Python's and each package's version, "not installed" where it is not."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def devices() -> list[str]:
+    """The CPU with its threads, and every GPU that torch sees."""
+    found = [f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(f"cuda:{index} ({properties.name}, {properties.total_memory / 2**30:.0f} GiB)")
+    return found
+
+
+def choices() -> list[Choice]:
+    """For each device kind here and each op: the kernel that would run."""
+    found = [Choice(op, "cpu", "torch", "vectorised over rows; the CPU's only kernel") for op in OPS]
+    if torch.cuda.is_available():
+        found += [Choice(op, "cuda", "torch", "no GPU kernel yet: the CPU's code runs, and waits") for op in OPS]
+    return found

@@ -1,0 +1,137 @@
+"""Which requests run in the next pass, and how much of each: continuous batching with chunked prefill.
+
+A pass is all prefill or all decode, as in the engines that this host stands in for. While both have work they take
+turns, so that neither a long prompt nor a full batch of decodes keeps the other waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+import torch
+
+from stepbind.errors import RequestError
+from stepbind.groups import CacheGroup
+from stepbind.hosts.local.blocks import BlockManager
+from stepbind.hosts.local.request import Sequence
+from stepbind.step import Phase, Step, make_step
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One pass: `query_len[i]` new tokens of `sequences[i]`."""
+
+    phase: Phase
+    sequences: tuple[Sequence, ...]
+    query_len: tuple[int, ...]
+
+    def input_ids(self) -> list[int]:
+        """The new tokens, row after row."""
+        return [
+            token
+            for sequence, count in zip(self.sequences, self.query_len, strict=True)
+            for token in sequence.tokens[sequence.computed : sequence.computed + count]
+        ]
+
+    def finishing(self) -> list[int]:
+        """Rows whose last known token is in this pass: they get a next one from it."""
+        return [
+            row
+            for row, (sequence, count) in enumerate(zip(self.sequences, self.query_len, strict=True))
+            if sequence.computed + count == len(sequence.tokens)
+        ]
+
+
+class Scheduler:
+    """Waiting and running sequences over the block pools.
+
+    A sequence is admitted, first come first served, when every block that it can come to need is free to be promised
+    to it. Nothing that runs can then run out of blocks, and out-of-blocks only makes the next one wait.
+    """
+
+    def __init__(self, blocks: BlockManager, *, max_rows: int, token_budget: int, max_context: int) -> None:
+        self.blocks = blocks
+        self.max_rows = max_rows
+        self.token_budget = token_budget
+        self.max_context = max_context
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._last_phase = Phase.DECODE
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises `RequestError` for one that could never run."""
+        if sequence.prompt_len == 0:
+            raise RequestError("prompt", "no tokens", "at least one token")
+        if sequence.max_len > self.max_context:
+            raise RequestError(
+                "prompt + max_tokens",
+                f"{sequence.prompt_len} + {sequence.params.max_tokens} tokens",
+                f"at most {self.max_context + 1}, the context that model and cache allow",
+            )
+        for pool, count in zip(self.blocks.pools, self.blocks.blocks_needed(sequence.max_len), strict=True):
+            if count > pool.capacity:
+                raise RequestError(
+                    "prompt + max_tokens",
+                    f"{sequence.prompt_len} + {sequence.params.max_tokens} tokens, which can need {count} blocks of "
+                    f"group {pool.group.name!r}",
+                    f"at most the pool's {pool.capacity} blocks of {pool.group.block_size} tokens",
+                )
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Batch | None:
+        """The next pass with its blocks taken, or None when there is nothing to do."""
+        while self.waiting and len(self.running) < self.max_rows and self.blocks.fits(self.waiting[0].max_len):
+            sequence = self.waiting.popleft()
+            self.blocks.admit(sequence)
+            self.running.append(sequence)
+        prefill = [sequence for sequence in self.running if sequence.prefilling]
+        decode = [sequence for sequence in self.running if not sequence.prefilling]
+        if prefill and (not decode or self._last_phase is Phase.DECODE):
+            batch = self._prefill(prefill)
+        elif decode:
+            batch = Batch(Phase.DECODE, tuple(decode), (1,) * len(decode))
+        else:
+            return None
+        self._last_phase = batch.phase
+        for sequence, count in zip(batch.sequences, batch.query_len, strict=True):
+            self.blocks.extend(sequence, count)
+        return batch
+
+    def _prefill(self, prefill: List[Sequence]) -> Batch:
+        """As many prompt tokens as the budget allows, oldest request first."""
+        rows: list[tuple[Sequence, int]] = []
+        left = self.token_budget
+        for sequence in prefill:
+            count = min(sequence.prompt_len - sequence.computed, left)
+            if count == 0:
+                break
+            rows.append((sequence, count))
+            left -= count
+        return Batch(Phase.PREFILL, tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+
+    def done(self, batch: Batch) -> None:
+        """The pass ran: its tokens are in the cache."""
+        for sequence, count in zip(batch.sequences, batch.query_len, strict=True):
+            self.blocks.drop_read_states(sequence, count)
+            sequence.computed += count
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence ended or was aborted; its blocks are free for others."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.blocks.release(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+
+def step_of(batch: Batch, groups: tuple[CacheGroup, ...], device: torch.device) -> Step:
+    """What the local host says about a pass: lengths and physical block tables."""
+    tables = {}
+    for index, group in enumerate(groups):
+        columns = max(len(sequence.tables[index]) for sequence in batch.sequences)
+        rows = [sequence.tables[index] + [-1] * (columns - len(sequence.tables[index])) for sequence in batch.sequences]
+        tables[group.name] = torch.tensor(rows, dtype=torch.int32, device=device)
+    prior_len = [sequence.computed for sequence in batch.sequences]
+    return make_step(groups, batch.phase, batch.query_len, prior_len, tables)

@@ -1,0 +1,100 @@
+"""The lines that guard against the zoo's faults, and a program that takes each away in turn.
+
+Run as a program it prints, for each guard, the exit code of its line's tests without it: 1 means that they failed, as
+they must. The heavy imports are made once; each guard has a forked process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent.parent / "src" / "stepbind"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """`line`: the zoo's. `guard` in `file` is replaced by `without`, which is the fault."""
+
+    line: str
+    file: str
+    guard: str
+    without: str
+
+
+FILL, CONV, DELTA = "plan/fill_torch.py", "ops/causal_conv.py", "ops/gated_delta.py"
+GUARDS = [
+    Guard("01", FILL, "state_read[:rows] = read", "state_read[:rows] = write"),
+    Guard("02", FILL, "    group, rows = table.group,", "    group, rows = step.tables[0].group,"),
+    Guard("03", FILL, "* group.block_size - prior[row]", "* group.block_size"),
+    Guard("04", CONV, "shared.query_len, plan.state_write)", "shared.query_len, plan.state_read)"),
+    Guard("05", FILL, "inside = (column >= 0) & ", "inside = "),
+    Guard("07", "hosts/local/blocks.py", "self._free.pop()", "self._free[-1]"),
+    Guard("08", FILL, "    group_plan.state_write[rows:] = -1\n", ""),
+    Guard("09", "ops/cache_write.py", "nonzero(slot >= 0)", "nonzero(slot >= -1)"),
+    Guard("09", CONV, "nonzero(slot >= 0)", "nonzero(slot >= -1)"),
+    Guard("09", DELTA, "recurrent[slot[row].long()] = state[row]", "recurrent[slot.long()] = state"),
+    Guard("10_11", FILL, "    group_plan.state_write[rows:] = -1\n", ""),
+    Guard("12", "ops/attention.py", "context.masked_fill_(~readable[:, None, :, None], 0)", "context"),
+    Guard("13", "ops/ragged.py", "new_zeros(tokens, *padded.shape[2:])", "new_full([tokens, *padded.shape[2:]], 1e9)"),
+    Guard("16", FILL, "    shared.row_of_token[tokens:] = -1\n", ""),
+    Guard("16_tables", FILL, "    shared.row_of_token[tokens:] = -1\n", ""),
+    Guard("16_tables", "ops/latent_attention.py", "(row >= 0)[:, None] & ", ""),
+    Guard("17", FILL, "_store_table(group_plan.physical_table,", "_store_table(physical.clone(),"),
+    Guard("20", "ops/latent_attention.py", " & (position < shared.context_len[:, None])", ""),
+    Guard("20", "plan/arena.py", '        ("max_context", step.max_context, arena.max_context),\n', ""),
+    Guard("21", "caches.py", "            buffer.data_ptr(),", "            0,"),
+    Guard("21", "caches.py", "            buffer.stride(),", "            (),"),
+    Guard("21", "caches.py", "            buffer.dtype,", "            torch.float32,"),
+    Guard("21", "caches.py", "            buffer.device,", '            torch.device("cpu"),'),
+    Guard("21", "caches.py", "BufferKey.of(index_buffer), spec, group)", "BufferKey.of(index_buffer), None, group)"),
+    Guard("24", FILL, "token // group.kernel_block_size].long()", "token // group.kernel_block_size]"),
+]
+
+
+def exit_code_without(guard: Guard) -> int:
+    """Exit code of the line's tests against a copy of the package in which the guard is gone."""
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / "stepbind"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        source = copy / guard.file
+        text = source.read_text()
+        if text.count(guard.guard) != 1:
+            raise SystemExit(f"line {guard.line}: {guard.guard!r} is {text.count(guard.guard)} times in {guard.file}")
+        source.write_text(text.replace(guard.guard, guard.without))
+        child = os.fork()
+        if child == 0:
+            sys.path.insert(0, directory)
+            os._exit(_run_tests(guard, directory))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _run_tests(guard: Guard, directory: str) -> int:
+    import pytest
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    code = pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(TESTS / f"test_line_{guard.line}.py")])
+    used = sys.modules.get("stepbind")
+    # Any other code than pytest's own 0 or 1 is no answer.
+    return int(code) if used is not None and str(used.__file__).startswith(directory) else 99
+
+
+def main() -> None:
+    import hypothesis  # noqa: F401
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)  # a forked process has no thread pool
+    for name in ("AutoModelForCausalLM", "AutoTokenizer", "Qwen3_5ForCausalLM"):
+        getattr(transformers, name)  # transformers imports a class's module when it is asked for
+    print(json.dumps([exit_code_without(guard) for guard in GUARDS]))
+
+
+if __name__ == "__main__":
+    main()
