@@ -1,6 +1,6 @@
 """What one bind costs: host time, launches, copies, waits, allocations, and GPU time, eagerly and inside a graph.
 
-    python -m bench.bind_cost
+    python bench/bind_cost.py
 
 A bind is all that a host does before a forward of a 48-layer hybrid model with 4 cache groups: make the step, fill
 the plan, bind it. The floor is one empty Triton launch, measured in the same run. Prints tables, asserts nothing.
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import triton
+from gpu_timing import Counts, counts, graph_us, host_us, machine, require_gpu
 
-from bench.gpu_timing import Counts, counts, graph_us, host_us, machine, require_gpu
 from stepbind.bind import bind
 from stepbind.caches import Caches
 from stepbind.groups import CacheGroup, GroupKind

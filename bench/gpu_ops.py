@@ -1,6 +1,6 @@
 """Each GPU op of one layer: checked against the CPU in float32, and timed inside a graph against its floor.
 
-    python -m bench.gpu_ops
+    python bench/gpu_ops.py
 
 Shapes are those of a 1.76B Qwen3-Next style model: 16 query heads of 256 over 2 KV heads, 16 heads of 128 with their
 recurrent states, bf16. The floor of decode is the bytes that an op must move over the bandwidth of a large copy,
@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from gpu_timing import copy_bytes_per_us, graph_us, host_us, machine, require_gpu
 
-from bench.gpu_timing import copy_bytes_per_us, graph_us, host_us, machine, require_gpu
 from stepbind.caches import KVPages
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.ops import fla_gated_delta

@@ -83,7 +83,7 @@ class BlockTables(tuple[BlockTable, ...]):
     five numbers a table: address, row stride, column stride (in elements), columns, entries of a physical block.
 
     Raises `StepError` for groups that `check_groups` refuses and for tables that are not int32, have another number
-    of dimensions than 2, no rows or no columns, or are not all on one device.
+    of dimensions than 2 or no columns, or are not all on one device.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -119,8 +119,8 @@ def _check_table(table: BlockTable, device: torch.device) -> None:
     name, blocks = f"block table of group {table.group.name!r}", table.blocks
     if blocks.dtype != torch.int32:
         raise StepError(name, str(blocks.dtype), "torch.int32")
-    if blocks.dim() != 2 or 0 in blocks.shape:
-        raise StepError(name, f"shape {tuple(blocks.shape)}", "[rows, columns] with at least one row and column")
+    if blocks.dim() != 2 or blocks.shape[1] == 0:
+        raise StepError(name, f"shape {tuple(blocks.shape)}", "[rows, columns] with at least one column")
     if blocks.device != device:
         raise StepError(name, f"device {blocks.device}", f"{device} as the first group's table")
 

@@ -176,9 +176,10 @@ def check_fits(arena: Arena, step: Step) -> None:
         raise StepError("tables", f"groups {names}", f"the arena's {[g.name for g in arena.cache_groups]}")
     if step.device != arena.device:
         raise StepError("tables", f"device {step.device}", f"the arena's {arena.device}")
-    if step.padded_rows > arena.max_rows:
-        raise StepError("padded_rows", step.padded_rows, f"at most the arena's {arena.max_rows}")
-    if step.padded_tokens > arena.max_tokens:
-        raise StepError("padded_tokens", step.padded_tokens, f"at most the arena's {arena.max_tokens}")
-    if step.max_context > arena.max_context:
-        raise StepError("max_context", step.max_context, f"at most the arena's {arena.max_context}")
+    for name, got, limit in (
+        ("padded_rows", step.padded_rows, arena.max_rows),
+        ("padded_tokens", step.padded_tokens, arena.max_tokens),
+        ("max_context", step.max_context, arena.max_context),
+    ):
+        if got > limit:
+            raise StepError(name, got, f"at most the arena's {limit}")
