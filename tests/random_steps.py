@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import torch
@@ -102,6 +103,22 @@ def random_step(seed: int, *, holes: bool = True) -> Step:
         position=position,
         padded_rows=padded_rows,
         padded_tokens=padded_tokens,
+    )
+
+
+def bounded_step(seed: int) -> Step:
+    """A decode or verify step whose host lengths are bounds: some rows are padding, and all contexts are shorter."""
+    rng = random.Random(seed)
+    while (step := random_step(rng.randrange(2**32))).is_dummy or step.phase is Phase.PREFILL:
+        pass
+    live = torch.tensor([rng.random() < 0.7 for _ in range(step.num_rows)], dtype=torch.int32)
+    query = torch.from_numpy(step.query_len.host.copy()) * live
+    prior = torch.tensor([rng.randint(0, bound) for bound in step.prior_len.host.tolist()], dtype=torch.int32) * live
+    return dataclasses.replace(
+        step,
+        query_len=dataclasses.replace(step.query_len, device=query),
+        prior_len=dataclasses.replace(step.prior_len, device=prior),
+        lengths_are_bounds=True,
     )
 
 

@@ -145,6 +145,9 @@ class Step:
     position: [T] int32 or int64 rotary positions on the tables' device; None means prior_len + offset. Slots never
         come from it: a model's positions need not count tokens.
     padded_rows, padded_tokens: sizes that the kernels run at (a captured graph's); 0 means no padding.
+    lengths_are_bounds: the host's lengths are upper bounds that give sizes, and the device's hold the values, with 0 of
+        both for rows that are padding. For a decode or verify pass whose live rows are known on the device alone, as
+        in a graph that replays on other lengths than it was captured with.
 
     Everything below `padded_tokens` is derived. Raises `StepError` on anything that does not fit together.
     """
@@ -156,6 +159,7 @@ class Step:
     position: torch.Tensor | None = None
     padded_rows: int = 0
     padded_tokens: int = 0
+    lengths_are_bounds: bool = False
     num_rows: int = field(init=False)
     num_tokens: int = field(init=False)
     max_query: int = field(init=False)
@@ -205,6 +209,7 @@ def make_step(
     position: torch.Tensor | None = None,
     padded_rows: int = 0,
     padded_tokens: int = 0,
+    lengths_are_bounds: bool = False,
 ) -> Step:
     """A `Step` from tables by group name; `granularity` is one for all groups or one by group name.
 
@@ -225,6 +230,7 @@ def make_step(
         position=position,
         padded_rows=padded_rows,
         padded_tokens=padded_tokens,
+        lengths_are_bounds=lengths_are_bounds,
     )
 
 
@@ -337,9 +343,13 @@ def columns_needed(step: Step, table: BlockTable) -> int:
 
 
 def _check_device_values(step: Step) -> None:
+    if step.lengths_are_bounds and step.phase is Phase.PREFILL:
+        raise StepError("phase", "prefill with bounds for lengths", "decode or verify: a prefill's lengths are known")
     for name, lengths in (("query_len", step.query_len), ("prior_len", step.prior_len)):
         tensor = lengths.device
         if tensor is None:
+            if step.lengths_are_bounds:
+                raise StepError(f"{name}.device", "none", "the values of which the host's lengths are bounds")
             continue
         if tensor.dtype != torch.int32 or tensor.device != step.device:
             raise StepError(f"{name}.device", f"{tensor.dtype} on {tensor.device}", f"torch.int32 on {step.device}")

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepbind.errors import BlockFaultError
+from stepbind.errors import BlockFaultError, StepError
 from stepbind.plan import PagedPlan, Plan, build_plan, check_faults, make_arena
 from stepbind.plan.arena import NO_FAULT_ROW, Arena
 from stepbind.plan.reference import ReferenceGroup, reference_plan
-from stepbind.step import Step
-from tests.random_steps import random_step, steps
+from stepbind.step import Phase, Step
+from tests.random_steps import bounded_step, random_step, steps
 
 
 def arena_for(step: Step, slack: int = 3) -> Arena:
@@ -106,3 +106,18 @@ def test_device_lengths_are_used_where_the_host_has_them(step: Step) -> None:
     )
     arena = arena_for(device_step)
     assert_plan_equals_reference(step, build_plan(device_step, arena), arena)
+
+
+@settings(max_examples=500, derandomize=True)
+@given(st.integers(0, 2**32).map(bounded_step))
+def test_lengths_known_on_the_device_alone_are_what_is_filled(step: Step) -> None:
+    arena = arena_for(step)
+    assert_plan_equals_reference(step, build_plan(step, arena, strict=False), arena)
+
+
+def test_bounds_need_the_values_on_the_device() -> None:
+    step = bounded_step(0)
+    with pytest.raises(StepError, match=r"query_len\.device: got none, expected the values"):
+        dataclasses.replace(step, query_len=dataclasses.replace(step.query_len, device=None))
+    with pytest.raises(StepError, match="phase: got prefill with bounds for lengths, expected decode or verify"):
+        dataclasses.replace(step, phase=Phase.PREFILL)

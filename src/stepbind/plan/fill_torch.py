@@ -5,6 +5,8 @@ Sizes come from host lengths and values from device tensors, so that nothing her
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from stepbind.groups import CacheGroup
@@ -35,20 +37,16 @@ def _fill_shared(step: Step, shared: Shared) -> None:
     shared.query_start[0] = 0
     torch.cumsum(shared.query_len, dim=0, dtype=torch.int32, out=shared.query_start[1:])
 
-    row = _expand_rows(shared.query_len[:rows], tokens)
-    index = torch.arange(tokens, dtype=torch.int32, device=step.device)
-    start = shared.query_start[row]
-    shared.row_of_token[:tokens] = row
-    shared.row_of_token[tokens:] = -1
-    shared.span_start[:tokens] = start
-    shared.span_start[tokens:] = 0
-    shared.span_end[:tokens] = index + 1
-    shared.span_end[tokens:] = 0
-    if step.position is None:
-        shared.position[:tokens] = shared.prior_len[row] + (index - start)
-    else:
-        shared.position[:tokens] = step.position[:tokens]
-    shared.position[tokens:] = 0
+    token = _Items.of(shared.query_len[:rows], tokens)
+    position = shared.prior_len[token.row] + token.offset if step.position is None else step.position[:tokens]
+    for out, value, padding in (
+        (shared.row_of_token, token.row, -1),
+        (shared.span_start, shared.query_start[token.row], 0),
+        (shared.span_end, torch.arange(1, tokens + 1, device=step.device), 0),
+        (shared.position, position, 0),
+    ):
+        out[:tokens] = torch.where(token.real, value, padding)
+        out[tokens:] = padding
     _fill_conv_chunks(step, shared)
 
 
@@ -57,9 +55,9 @@ def _fill_conv_chunks(step: Step, shared: Shared) -> None:
     if count == 0:
         return
     chunks = (shared.query_len[: step.num_rows] + (CONV_CHUNK - 1)) // CONV_CHUNK
-    row = _expand_rows(chunks, count)
-    shared.conv_chunk_row.copy_(row)
-    shared.conv_chunk_index.copy_(_offset_in_row(chunks, row))
+    chunk = _Items.of(chunks, count)
+    shared.conv_chunk_row.copy_(torch.where(chunk.real, chunk.row, -1))
+    shared.conv_chunk_index.copy_(torch.where(chunk.real, chunk.offset, 0))
 
 
 def _fill_paged(step: Step, shared: Shared, table: BlockTable, group_plan: PagedPlan) -> torch.Tensor:
@@ -72,10 +70,13 @@ def _fill_paged(step: Step, shared: Shared, table: BlockTable, group_plan: Paged
         _store_table(group_plan.physical_table, physical, shared, group.block_size)
 
     row = shared.row_of_token[:tokens].long()
+    real, row = row >= 0, row.clamp(min=0)
     token = (shared.prior_len[row] + torch.arange(tokens, device=step.device) - shared.query_start[row]).long()
-    block = group_plan.block_table[row, token // group.kernel_block_size].long()
+    column = torch.where(real, token // group.kernel_block_size, 0)
+    real &= column < group_plan.block_table.shape[1]
+    block = group_plan.block_table[row, torch.where(real, column, 0)].long()
     slot = block * group.kernel_block_size + token % group.kernel_block_size
-    group_plan.slot[:tokens] = torch.where(block >= 0, slot, -1)
+    group_plan.slot[:tokens] = torch.where(real & (block >= 0), slot, -1)
     group_plan.slot[tokens:] = -1
     return faults
 
@@ -120,18 +121,17 @@ def _fill_snapshots(step: Step, shared: Shared, table: BlockTable, group_plan: S
         per_row = query - 1
     else:
         per_row = (prior + query - 1) // group.block_size - prior // group.block_size
-    row = _expand_rows(per_row, snapshots.row.shape[0])
-    ordinal = _offset_in_row(per_row, row)
-    column = prior[row] // group.block_size + ordinal
+    item = _Items.of(per_row.clamp(min=0), snapshots.row.shape[0])
+    column = prior[item.row] // group.block_size + item.offset
     if step.phase is Phase.VERIFY:
-        offset = ordinal + 1
+        offset = item.offset + 1
     else:
-        offset = (column + 1) * group.block_size - prior[row]
-    slot, beyond = _lookup(table, row, column)
-    snapshots.row.copy_(row)
-    snapshots.offset.copy_(offset)
+        offset = (column + 1) * group.block_size - prior[item.row]
+    slot, beyond = _lookup(table, item.row, torch.where(item.real, column, -1))
+    snapshots.row.copy_(torch.where(item.real, item.row, -1))
+    snapshots.offset.copy_(torch.where(item.real, offset, 0))
     snapshots.slot.copy_(slot)
-    return torch.zeros(rows, dtype=torch.int64, device=step.device).index_add_(0, row, beyond.long())
+    return torch.zeros(rows, dtype=torch.int64, device=step.device).index_add_(0, item.row, beyond.long())
 
 
 def _lookup(table: BlockTable, row: torch.Tensor | None, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,16 +180,24 @@ def _none_outside_pool(physical: torch.Tensor, group: CacheGroup) -> torch.Tenso
     return torch.where(inside, physical, -1)
 
 
-def _expand_rows(counts: torch.Tensor, total: int) -> torch.Tensor:
-    """Row number of each of `total` items, where row r has counts[r] of them. [total] int64."""
-    rows = torch.arange(counts.shape[0], device=counts.device)
-    return torch.repeat_interleave(rows, counts.long(), output_size=total)
+@dataclass(frozen=True, eq=False)
+class _Items:
+    """N items laid out row after row. `row` [N] int64 and `offset` [N] int64 of each within its row; `real` [N] bool is
+    False behind the last one, where the row is any and the offset means nothing."""
 
+    row: torch.Tensor
+    offset: torch.Tensor
+    real: torch.Tensor
 
-def _offset_in_row(counts: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """For items expanded by `_expand_rows`: the number of each within its row. [total] int64."""
-    start = counts.cumsum(0) - counts
-    return torch.arange(row.shape[0], device=row.device) - start[row]
+    @staticmethod
+    def of(counts: torch.Tensor, total: int) -> _Items:
+        """`total` items, of which row r has counts[r]; there may be fewer."""
+        end = counts.cumsum(0)
+        index = torch.arange(total, device=counts.device)
+        row = torch.searchsorted(end, index, right=True)
+        real = row < counts.shape[0]
+        row = row.clamp(max=counts.shape[0] - 1)
+        return _Items(row, index - (end - counts)[row], real)
 
 
 def _count_faults(faults: torch.Tensor, per_row: torch.Tensor) -> None:

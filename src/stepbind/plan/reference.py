@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.plan.plan import CONV_CHUNK
-from stepbind.step import BlockTable, Granularity, Phase, Step
+from stepbind.step import BlockTable, Granularity, Lengths, Phase, Step
 
 
 @dataclass
@@ -44,11 +44,11 @@ class ReferencePlan:
 
 
 def reference_plan(step: Step) -> ReferencePlan:
-    """All values of a step's plan (host lengths are read; device copies are not)."""
+    """All values of a step's plan. Host lengths are read, and device copies only where those are bounds."""
     plan = ReferencePlan()
     padding_rows = step.padded_rows - step.num_rows
-    plan.query_len = step.query_len.host.tolist() + [0] * padding_rows
-    plan.prior_len = step.prior_len.host.tolist() + [0] * padding_rows
+    plan.query_len = _values(step, step.query_len) + [0] * padding_rows
+    plan.prior_len = _values(step, step.prior_len) + [0] * padding_rows
     plan.query_start = [0]
     for row in range(step.padded_rows):
         q, n = plan.query_len[row], plan.prior_len[row]
@@ -63,15 +63,38 @@ def reference_plan(step: Step) -> ReferencePlan:
             plan.span_end.append(start + offset + 1)
         if step.phase is not Phase.DECODE:
             plan.conv_chunks += [(row, chunk) for chunk in range(-(-q // CONV_CHUNK))]
+    live_tokens = plan.query_start[-1]
     if step.position is not None:
-        plan.position = step.position[: step.num_tokens].tolist()
-    for _ in range(step.padded_tokens - step.num_tokens):
+        plan.position = step.position[:live_tokens].tolist()
+    for _ in range(step.padded_tokens - live_tokens):
         plan.row_of_token.append(-1)
         plan.position.append(0)
         plan.span_start.append(0)
         plan.span_end.append(0)
     plan.groups = [_group(step, plan, table) for table in step.tables]
+    if step.lengths_are_bounds:
+        _pad_to_bounds(step, plan)
     return plan
+
+
+def _values(step: Step, lengths: Lengths) -> list[int]:
+    if step.lengths_are_bounds and lengths.device is not None:
+        values: list[int] = lengths.device[: step.num_rows].tolist()
+        return values
+    return lengths.host.tolist()
+
+
+def _pad_to_bounds(step: Step, plan: ReferencePlan) -> None:
+    """Convolution chunks and snapshots are as many as the bounds allow; those that nobody needs have row -1."""
+    bounds = step.query_len.host.tolist()
+    if step.phase is Phase.DECODE:
+        return
+    chunks = sum(-(-bound // CONV_CHUNK) for bound in bounds)
+    plan.conv_chunks += [(-1, 0)] * (chunks - len(plan.conv_chunks))
+    snapshots = sum(bound - 1 for bound in bounds)
+    for table, group in zip(step.tables, plan.groups, strict=True):
+        if table.group.kind is GroupKind.STATE:
+            group.snapshots += [(-1, 0, -1)] * (snapshots - len(group.snapshots))
 
 
 def _group(step: Step, plan: ReferencePlan, table: BlockTable) -> ReferenceGroup:
@@ -101,7 +124,7 @@ def _paged_group(step: Step, plan: ReferencePlan, table: BlockTable) -> Referenc
             block = blocks[token // group.kernel_block_size]
             slot = block * group.kernel_block_size + token % group.kernel_block_size
             out.slot.append(slot if block >= 0 else -1)
-    out.slot += [-1] * (step.padded_tokens - step.num_tokens)
+    out.slot += [-1] * (step.padded_tokens - len(out.slot))
     return out
 
 
