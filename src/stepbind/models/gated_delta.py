@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
 from stepbind.context import current
 from stepbind.errors import StepError
 from stepbind.models.family import DeltaLayout
 from stepbind.ops.causal_conv import causal_conv
+from stepbind.ops.decay import Decay
 from stepbind.ops.gated_delta import gated_delta
 
 
@@ -32,16 +32,16 @@ def gated_delta_forward(module: Any, layout: DeltaLayout, hidden_states: torch.T
         )
     inputs = layout.project(module, hidden_states[0])
     weight = module.conv1d.weight.squeeze(1)
-    mixed = causal_conv(inputs.mixed, weight, module.conv1d.bias, slots.conv, plan, shared)
-    mixed = ACT2FN[module.activation](mixed)
+    silu = module.activation == "silu"
+    mixed = causal_conv(inputs.mixed, weight, module.conv1d.bias, slots.conv, plan, shared, silu=silu)
+    if not silu:
+        mixed = ACT2FN[module.activation](mixed)
     query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
-    # float32 as in transformers: exp(A_log) can overflow float16.
-    decay = -module.A_log.float().exp() * softplus(inputs.a.float() + module.dt_bias)
     out = gated_delta(
         query.unflatten(-1, (-1, module.head_k_dim)),
         key.unflatten(-1, (-1, module.head_k_dim)),
         value.unflatten(-1, (-1, module.head_v_dim)),
-        decay,
+        Decay(inputs.a, module.A_log, module.dt_bias),
         inputs.beta,
         slots.recurrent,
         plan,
