@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from stepbind.tiny import byte_tokenizer, tiny_model
 
@@ -45,6 +46,8 @@ def main(directory: Path) -> None:
     """Train and save to `directory`, unless it is there already."""
     if (directory / "config.json").exists():
         return
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     print("Training a tiny hybrid model to know one paragraph by heart ...", flush=True)
     start = time.monotonic()
     model, loss = train()

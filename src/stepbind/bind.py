@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from torch import nn
 
 from stepbind.caches import Caches
-from stepbind.context import Context, bound
+from stepbind.context import Context, swap
 from stepbind.errors import StepError
-from stepbind.models.adapt import adapted
+from stepbind.models.adapt import enter, leave
 from stepbind.plan.plan import Plan
 
 
@@ -24,9 +24,19 @@ def bind(plan: Plan, caches: Caches, model: nn.Module) -> Iterator[Context]:
 
     Raises `StepError` for a model that stepbind does not know, and for layers that the plan has no group for.
     """
-    with adapted(model) as layers:
-        for layer in layers:
-            if layer.index not in plan.group_of_layer:
-                raise StepError(f"layer {layer.index} ({layer.name})", "no cache group in the plan", "a group")
-        with bound(Context(plan, caches)) as context:
+    adaptation = enter(model)
+    try:
+        # An arena's plans share one mapping, so that its layers are looked up in it once.
+        if adaptation.bound_groups is not plan.group_of_layer:
+            for layer in adaptation.layers:
+                if layer.index not in plan.group_of_layer:
+                    raise StepError(f"layer {layer.index} ({layer.name})", "no cache group in the plan", "a group")
+            adaptation.bound_groups = plan.group_of_layer
+        context = Context(plan, caches)
+        before = swap(context)
+        try:
             yield context
+        finally:
+            swap(before)
+    finally:
+        leave(model, adaptation)

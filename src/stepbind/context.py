@@ -71,9 +71,15 @@ def current() -> Context:
 @contextmanager
 def bound(context: Context) -> Iterator[Context]:
     """Make `context` the current one of this thread inside the block, and restore the one before on every exit."""
-    before = _bound.context
-    _bound.context = context
+    before = swap(context)
     try:
         yield context
     finally:
-        _bound.context = before
+        swap(before)
+
+
+def swap(context: Context | None) -> Context | None:
+    """Make `context` the current one of this thread; returns the one before, which the caller puts back."""
+    before = _bound.context
+    _bound.context = context
+    return before

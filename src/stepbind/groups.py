@@ -66,8 +66,26 @@ class CacheGroup:
         return self.num_blocks * self.ratio
 
 
+_checked: dict[tuple[int, ...], tuple[CacheGroup, ...]] = {}
+"""Groups that passed `check_groups`, by their ids. Groups can't change, and are held here, so that no id is reused."""
+
+
 def check_groups(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """The groups as a tuple. Raises `StepError` where a name or a layer number occurs twice, or none is given."""
+    """The groups as a tuple: the same one for the same groups, which are looked at once.
+
+    Raises `StepError` where a name or a layer number occurs twice, or none is given.
+    """
+    key = tuple(map(id, groups))
+    checked = _checked.get(key)
+    if checked is None:
+        checked = _check_groups(groups)
+        if len(_checked) >= 256:  # nobody serves that many models at once; tests do
+            _checked.clear()
+        _checked[key] = checked
+    return checked
+
+
+def _check_groups(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     if not groups:
         raise StepError("groups", "none", "at least one cache group")
     names: set[str] = set()

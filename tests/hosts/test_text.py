@@ -18,7 +18,12 @@ def tokens_of(text: str) -> list[int]:
 
 
 def until_stop(text: str, stop: tuple[str, ...]) -> str:
-    return text[: min((text.index(each) for each in stop if each in text), default=len(text))]
+    """Up to the stop string that is complete first; of several that end together, the longest."""
+    for end in range(len(text) + 1):
+        complete = [each for each in stop if text[:end].endswith(each)]
+        if complete:
+            return text[: end - max(map(len, complete))]
+    return text
 
 
 @given(texts, stops)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -111,7 +112,8 @@ def test_blocks_of_queries_and_tokens_change_nothing(monkeypatch: pytest.MonkeyP
 
 
 def sizes_of(phase: Phase, query: int, context: int) -> Sizes:
-    return Sizes(phase, 1, query, 1, query, query, context, context, is_dummy=False)
+    query_len, prior_len = np.array([query], dtype=np.int32), np.array([context - query], dtype=np.int32)
+    return Sizes(phase, 1, query, 1, query, query, context, False, query_len, prior_len)
 
 
 def test_a_decode_is_absorbed_and_a_prefill_expanded_at_the_sizes_of_deepseek_v3() -> None:

@@ -32,7 +32,7 @@ FILL, CONV, DELTA = "plan/fill_torch.py", "ops/causal_conv.py", "ops/gated_delta
 GUARDS = [
     Guard("01", FILL, "state_read[:rows] = read", "state_read[:rows] = write"),
     Guard("02", FILL, "    group, rows = table.group,", "    group, rows = step.tables[0].group,"),
-    Guard("03", FILL, "* group.block_size - prior[row]", "* group.block_size"),
+    Guard("03", FILL, "* group.block_size - prior[item.row]", "* group.block_size"),
     Guard("04", CONV, "shared.query_len, plan.state_write)", "shared.query_len, plan.state_read)"),
     Guard("05", FILL, "inside = (column >= 0) & ", "inside = "),
     Guard("07", "hosts/local/blocks.py", "self._free.pop()", "self._free[-1]"),
@@ -43,10 +43,10 @@ GUARDS = [
     Guard("10_11", FILL, "    group_plan.state_write[rows:] = -1\n", ""),
     Guard("12", "ops/attention.py", "context.masked_fill_(~readable[:, None, :, None], 0)", "context"),
     Guard("13", "ops/ragged.py", "new_zeros(tokens, *padded.shape[2:])", "new_full([tokens, *padded.shape[2:]], 1e9)"),
-    Guard("16", FILL, "    shared.row_of_token[tokens:] = -1\n", ""),
-    Guard("16_tables", FILL, "    shared.row_of_token[tokens:] = -1\n", ""),
+    Guard("16", FILL, "        out[tokens:] = padding\n", ""),
+    Guard("16_tables", FILL, "        out[tokens:] = padding\n", ""),
     Guard("16_tables", "ops/latent_attention.py", "(row >= 0)[:, None] & ", ""),
-    Guard("17", FILL, "_store_table(group_plan.physical_table, physical,", "(physical,"),
+    Guard("17", FILL, "_store_table(group_plan.physical_table,", "_store_table(physical.clone(),"),
     Guard("20", "ops/latent_attention.py", " & (position < shared.context_len[:, None])", ""),
     Guard("20", "plan/arena.py", '        ("max_context", step.max_context, arena.max_context),\n', ""),
     Guard("21", "caches.py", "            buffer.data_ptr(),", "            0,"),
@@ -54,7 +54,7 @@ GUARDS = [
     Guard("21", "caches.py", "            buffer.dtype,", "            torch.float32,"),
     Guard("21", "caches.py", "            buffer.device,", '            torch.device("cpu"),'),
     Guard("21", "caches.py", "BufferKey.of(index_buffer), spec, group)", "BufferKey.of(index_buffer), None, group)"),
-    Guard("24", FILL, "token // group.kernel_block_size].long()", "token // group.kernel_block_size]"),
+    Guard("24", FILL, "torch.where(real, column, 0)].long()", "torch.where(real, column, 0)]"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Token -> request index beyond the table's rows during warm-up. Guard: fill_torch `row_of_token[tokens:] = -1`."""
+"""Token -> request index beyond the table's rows during warm-up. Guard: fill_torch `out[tokens:] = padding`."""
 
 from __future__ import annotations
 

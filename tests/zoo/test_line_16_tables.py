@@ -1,6 +1,6 @@
 """Zoo line 16: token -> request index beyond the table's rows during warm-up (vllm 55636, 55637).
 
-Checked by taking out, one at a time: `shared.row_of_token[tokens:] = -1` in plan/fill_torch.py (first two tests), and
+Checked by taking out, one at a time: `out[tokens:] = padding` in plan/fill_torch.py (first two tests), and
 `(row >= 0)[:, None] &` in `slots_of` of ops/latent_attention.py (third test).
 """
 

@@ -24,16 +24,17 @@ AttentionInterface.register(NAME, attention_forward)
 
 
 @dataclass(eq=False)
-class _Adaptation:
+class Adaptation:
     """What was done to a model, by how many scopes it is wanted, and what stood there before."""
 
     layers: tuple[Layer, ...]
     attention: str
     users: int = 0
+    bound_groups: dict[int, int] | None = None  # the last plan's layer -> group that all layers were found in
     own_forward: dict[str, Any] = field(default_factory=dict)  # module name -> an instance's own forward
 
 
-_adaptations: WeakKeyDictionary[nn.Module, _Adaptation] = WeakKeyDictionary()
+_adaptations: WeakKeyDictionary[nn.Module, Adaptation] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -47,25 +48,35 @@ def adapted(model: Any) -> Iterator[tuple[Layer, ...]]:
 
     Raises `UnknownModelError` and `StepError` as `discover_layers`.
     """
+    adaptation = enter(model)
+    try:
+        yield adaptation.layers
+    finally:
+        leave(model, adaptation)
+
+
+def enter(model: Any) -> Adaptation:
+    """Begin a scope of `adapted`; `leave` ends it."""
     with _lock:
         adaptation = _adaptations.get(model)
         if adaptation is None:
             adaptation = _adapt(model)
             _adaptations[model] = adaptation
         adaptation.users += 1
-    try:
-        yield adaptation.layers
-    finally:
-        with _lock:
-            adaptation.users -= 1
-            if adaptation.users == 0:
-                _adaptations.pop(model, None)  # gone already where the scope outlived its model
-                _restore(model, adaptation)
+        return adaptation
 
 
-def _adapt(model: Any) -> _Adaptation:
+def leave(model: Any, adaptation: Adaptation) -> None:
+    with _lock:
+        adaptation.users -= 1
+        if adaptation.users == 0:
+            _adaptations.pop(model, None)  # gone already where the scope outlived its model
+            _restore(model, adaptation)
+
+
+def _adapt(model: Any) -> Adaptation:
     family = family_of(model)
-    adaptation = _Adaptation(discover_layers(model), model.config._attn_implementation)
+    adaptation = Adaptation(discover_layers(model), model.config._attn_implementation)
     model.set_attn_implementation(NAME)
     for layer in adaptation.layers:
         forward = _forward_of(family, layer)
@@ -87,7 +98,7 @@ def _forward_of(family: Family, layer: Layer) -> Callable[..., Any] | None:
     return None
 
 
-def _restore(model: Any, adaptation: _Adaptation) -> None:
+def _restore(model: Any, adaptation: Adaptation) -> None:
     for layer in reversed(adaptation.layers):
         if layer.kind is not GroupKind.ATTENTION:
             if layer.name in adaptation.own_forward:

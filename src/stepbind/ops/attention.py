@@ -26,6 +26,10 @@ def paged_attention(
     Query heads are grouped over KV heads in order. A token attends to the positions 0 .. its own of its row that
     have a slot; padding tokens, and tokens that have none to attend to, give zeros. Returns [T, query heads, head dim].
     """
+    if query.is_cuda:
+        from stepbind.ops import triton_attention
+
+        return triton_attention.paged_attention(query, pages, plan, shared, sizes, scale)
     if sizes.max_context == 0:
         return torch.zeros_like(query)
     key, value, readable = _gather_context(pages, plan, shared)

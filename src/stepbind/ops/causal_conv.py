@@ -14,14 +14,22 @@ def causal_conv(
     conv: torch.Tensor,
     plan: StatePlan,
     shared: Shared,
+    *,
+    silu: bool = False,
 ) -> torch.Tensor:
     """Convolve x [T, channels] with weight [channels, width] along each row, continuing from its state.
+
+    silu: apply x * sigmoid(x) to the result, before it is rounded to x's dtype.
 
     conv: [slots, width-1, channels], the last width-1 inputs of a sequence, oldest first. Row r starts from slot
     state_read[r] (from zeros where that is -1) and leaves its state in state_write[r] and in its snapshots' slots;
     -1 is not written. All reads come before all writes, so a slot may be one row's source and another's target.
     Sums are float32. Returns [T, channels] in x's dtype, zero for padding tokens.
     """
+    if x.is_cuda:
+        from stepbind.ops import triton_causal_conv
+
+        return triton_causal_conv.causal_conv(x, weight, bias, conv, plan, shared, silu)
     history = weight.shape[1] - 1
     rows = shared.query_len.shape[0]
     token = torch.nonzero(shared.row_of_token >= 0).squeeze(1)
@@ -42,6 +50,8 @@ def causal_conv(
     if bias is not None:
         total += bias.float()
     out = torch.zeros_like(x)
+    if silu:
+        total = torch.nn.functional.silu(total)
     out[token] = total.to(x.dtype)
 
     def store(row: torch.Tensor, covered: torch.Tensor, slot: torch.Tensor) -> None:

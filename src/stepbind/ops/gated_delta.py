@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from stepbind.ops.decay import Decay
 from stepbind.ops.ragged import RowLayout
 from stepbind.plan.plan import Shared, Sizes, StatePlan
 from stepbind.step import Phase
@@ -24,7 +25,7 @@ def gated_delta(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    decay: torch.Tensor,
+    decay: torch.Tensor | Decay,
     beta: torch.Tensor,
     recurrent: torch.Tensor,
     plan: StatePlan,
@@ -32,7 +33,7 @@ def gated_delta(
     sizes: Sizes,
 ) -> torch.Tensor:
     """Gated delta rule over query, key [T, key heads, key dim], value [T, value heads, value dim], decay (in log
-    space) and beta [T, value heads].
+    space, or what it is computed from) and beta [T, value heads].
 
     recurrent: [slots, value heads, value dim, key dim]. Row r starts from slot state_read[r] (from zeros where that
     is -1) and leaves its state in state_write[r] and in its snapshots' slots; -1 is not written. All reads come
@@ -40,12 +41,36 @@ def gated_delta(
     consecutive value heads. The arithmetic is float32. Returns [T, value heads, value dim] in value's dtype, zero
     for padding tokens.
     """
+    if value.is_cuda:
+        return _on_gpu(query, key, value, decay, beta, recurrent, plan, shared, sizes)
+    if isinstance(decay, Decay):
+        decay = decay.computed()
     shared_heads = value.shape[1] // key.shape[1]
     query = _unit(query.float()).repeat_interleave(shared_heads, dim=1) * query.shape[-1] ** -0.5
     key = _unit(key.float()).repeat_interleave(shared_heads, dim=1)
     inputs = (query, key, value.float(), decay.float(), beta.float())
     run = _decode if sizes.phase is Phase.DECODE else _prefill
     return run(*inputs, recurrent, plan, shared, sizes).to(value.dtype)
+
+
+def _on_gpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor | Decay,
+    beta: torch.Tensor,
+    recurrent: torch.Tensor,
+    plan: StatePlan,
+    shared: Shared,
+    sizes: Sizes,
+) -> torch.Tensor:
+    """Long prefills in chunks by fla-core where it is installed and knows the dtype, all else token by token."""
+    from stepbind.ops import fla_gated_delta, triton_gated_delta
+
+    run = triton_gated_delta.recurrent_gated_delta
+    if fla_gated_delta.serves(value, sizes):
+        run = fla_gated_delta.chunked_gated_delta
+    return run(query, key, value, decay, beta, recurrent, plan, shared, sizes)
 
 
 def _decode(

@@ -33,8 +33,11 @@ __all__ = [
 ]
 
 
-def build_plan(step: Step, arena: Arena, *, strict: bool | None = None) -> Plan:
+def build_plan(step: Step, arena: Arena, *, strict: bool | None = None, triton: bool | None = None) -> Plan:
     """The plan of a step, in the arena's buffers: the next call overwrites it.
+
+    On a GPU a Triton kernel fills it, elsewhere torch operations; `triton` says so explicitly (on the CPU, where it
+    needs Triton's interpreter, for tests).
 
     Block table entries that the step needs but that are missing (-1, a reserved block) or out of range become
     -1 in the plan, so that no op reads or writes through them, and are counted in `arena.faults`. strict=True
@@ -43,8 +46,13 @@ def build_plan(step: Step, arena: Arena, *, strict: bool | None = None) -> Plan:
 
     Raises `StepError` where the step does not fit the arena.
     """
-    plan = plan_views(arena, step)
-    fill_torch(step, plan, arena)
+    if triton or (triton is None and arena.device.type == "cuda"):
+        from stepbind.plan.fill_triton import fill_triton
+
+        plan = fill_triton(step, arena)
+    else:
+        plan = plan_views(arena, step)
+        fill_torch(step, plan, arena)
     if strict or (strict is None and arena.device.type == "cpu"):
         check_faults(arena)
     return plan

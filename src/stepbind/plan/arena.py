@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,13 +14,17 @@ from stepbind.groups import CacheGroup, GroupKind, check_groups
 from stepbind.plan.plan import CONV_CHUNK, GroupPlan, PagedPlan, Plan, Shared, Sizes, Snapshots, StatePlan
 from stepbind.step import Phase, Step
 
+if TYPE_CHECKING:
+    from stepbind.plan.fill_triton import Launcher
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class Arena:
     """Buffers for steps of up to `max_rows` rows, `max_tokens` tokens and `max_context` tokens a row.
 
     `shared` and `groups` are a plan's values at full size; `faults` [G, 2] int32 holds, per group, how many
-    block table entries were needed but missing or out of range, and the lowest row that needed one.
+    block table entries were needed but missing or out of range, and the lowest row that needed one. `launcher` is
+    what the Triton fill keeps between steps, made when it first runs.
     """
 
     max_rows: int
@@ -30,10 +35,8 @@ class Arena:
     groups: tuple[GroupPlan, ...]
     group_of_layer: dict[int, int]
     faults: torch.Tensor
-
-    @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        return tuple(plan.group for plan in self.groups)
+    cache_groups: tuple[CacheGroup, ...]
+    launcher: Launcher | None = None
 
 
 NO_FAULT_ROW = 2**31 - 1
@@ -56,6 +59,9 @@ def make_arena(
 
     def int32(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def no_blocks(*shape: int) -> torch.Tensor:
+        return torch.full(shape, -1, dtype=torch.int32, device=device)
 
     def int64(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -83,8 +89,8 @@ def make_arena(
         columns = -(-max_context // group.kernel_block_size)
         physical = None
         if group.kind is GroupKind.LATENT:
-            physical = int32(max_rows, -(-max_context // group.block_size))
-        return PagedPlan(group, int64(max_tokens), int32(max_rows, columns), physical)
+            physical = no_blocks(max_rows, -(-max_context // group.block_size))
+        return PagedPlan(group, int64(max_tokens), no_blocks(max_rows, columns), physical)
 
     faults = int32(len(cache_groups), 2)
     faults[:, 1] = NO_FAULT_ROW
@@ -92,11 +98,12 @@ def make_arena(
         max_rows=max_rows,
         max_tokens=max_tokens,
         max_context=max_context,
-        device=device,
+        device=faults.device,  # with its number, as the tables' devices have one
         shared=shared,
         groups=tuple(group_buffers(group) for group in cache_groups),
         group_of_layer={layer: i for i, group in enumerate(cache_groups) for layer in group.layers},
         faults=faults,
+        cache_groups=cache_groups,
     )
 
 
@@ -105,11 +112,17 @@ def plan_views(arena: Arena, step: Step) -> Plan:
 
     Raises `StepError` where the step is larger than the arena, is on another device, or has other groups.
     """
-    _check_fits(arena, step)
-    rows, tokens = step.padded_rows, step.padded_tokens
-    full = arena.shared
-    chunks = num_conv_chunks(step)
-    shared = Shared(
+    check_fits(arena, step)
+    groups = tuple(
+        group_views(buffers, step.padded_rows, step.padded_tokens, step.max_context, num_snapshots(step, buffers.group))
+        for buffers in arena.groups
+    )
+    shared = shared_views(arena.shared, step.padded_rows, step.padded_tokens, num_conv_chunks(step))
+    return Plan(Sizes.of(step), shared, groups, arena.group_of_layer)
+
+
+def shared_views(full: Shared, rows: int, tokens: int, chunks: int) -> Shared:
+    return Shared(
         query_start=full.query_start[: rows + 1],
         query_len=full.query_len[:rows],
         prior_len=full.prior_len[:rows],
@@ -122,8 +135,19 @@ def plan_views(arena: Arena, step: Step) -> Plan:
         conv_chunk_row=full.conv_chunk_row[:chunks],
         conv_chunk_index=full.conv_chunk_index[:chunks],
     )
-    groups = tuple(_group_views(buffers, step) for buffers in arena.groups)
-    return Plan(Sizes.of(step), shared, groups, arena.group_of_layer)
+
+
+def group_views(full: GroupPlan, rows: int, tokens: int, max_context: int, snapshots: int) -> GroupPlan:
+    group = full.group
+    if isinstance(full, StatePlan):
+        kept = full.snapshots
+        kept = Snapshots(kept.row[:snapshots], kept.offset[:snapshots], kept.slot[:snapshots])
+        return StatePlan(group, full.state_read[:rows], full.state_write[:rows], kept)
+    columns = -(-max_context // group.kernel_block_size)
+    physical = full.physical_table
+    if physical is not None:
+        physical = physical[:rows, : -(-max_context // group.block_size)]
+    return PagedPlan(group, full.slot[:tokens], full.block_table[:rows, :columns], physical)
 
 
 def num_conv_chunks(step: Step) -> int:
@@ -133,37 +157,21 @@ def num_conv_chunks(step: Step) -> int:
     return int((-(-step.query_len.host // CONV_CHUNK)).sum())
 
 
-def snapshots_per_row(step: Step, group: CacheGroup) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """[B] int64, snapshots of each row: block boundaries strictly inside its new tokens; in verify, all of its
-    tokens but the last; none in decode."""
-    query = step.query_len.host.astype(np.int64)
-    if step.phase is Phase.DECODE or step.is_dummy:
-        return np.zeros_like(query)
+def num_snapshots(step: Step, group: CacheGroup) -> int:
+    """Snapshots of a state group: block boundaries strictly inside each row's new tokens; in verify, all tokens of a
+    row but its last; none in decode and in other groups."""
+    if step.phase is Phase.DECODE or step.is_dummy or group.kind is not GroupKind.STATE:
+        return 0
     if step.phase is Phase.VERIFY:
-        return query - 1
-    prior = step.prior_len.host.astype(np.int64)
-    inside: np.ndarray[tuple[int], np.dtype[np.int64]]
-    inside = (prior + query - 1) // group.block_size - prior // group.block_size
-    return inside
+        return step.num_tokens - step.num_rows
+    first = step.prior_len.host.astype(np.int64)
+    last = first + step.query_len.host - 1
+    return int((last // group.block_size - first // group.block_size).sum())
 
 
-def _group_views(buffers: GroupPlan, step: Step) -> GroupPlan:
-    rows, tokens = step.padded_rows, step.padded_tokens
-    group = buffers.group
-    if isinstance(buffers, StatePlan):
-        count = int(snapshots_per_row(step, group).sum())
-        kept = buffers.snapshots
-        snapshots = Snapshots(kept.row[:count], kept.offset[:count], kept.slot[:count])
-        return StatePlan(group, buffers.state_read[:rows], buffers.state_write[:rows], snapshots)
-    columns = -(-step.max_context // group.kernel_block_size)
-    physical = buffers.physical_table
-    if physical is not None:
-        physical = physical[:rows, : -(-step.max_context // group.block_size)]
-    return PagedPlan(group, buffers.slot[:tokens], buffers.block_table[:rows, :columns], physical)
-
-
-def _check_fits(arena: Arena, step: Step) -> None:
-    if step.groups != arena.cache_groups:
+def check_fits(arena: Arena, step: Step) -> None:
+    """Raises `StepError` where the step is larger than the arena, is on another device, or has other groups."""
+    if step.groups is not arena.cache_groups and step.groups != arena.cache_groups:
         names = [group.name for group in step.groups]
         raise StepError("tables", f"groups {names}", f"the arena's {[g.name for g in arena.cache_groups]}")
     if step.device != arena.device:

@@ -18,12 +18,13 @@ from stepbind.step import BlockTable, Granularity, Lengths, Phase, Step
 def fill_torch(step: Step, plan: Plan, arena: Arena) -> None:
     """Write all values of `plan`, which is `plan_views(arena, step)`. Faults are added to `arena.faults`."""
     _fill_shared(step, plan.shared)
-    for index, (table, group_plan) in enumerate(zip(step.tables, plan.groups, strict=True)):
-        faults = arena.faults[index]
-        if isinstance(group_plan, PagedPlan):
-            _fill_paged(step, plan, table, group_plan, faults)
-        else:
-            _fill_state(step, plan.shared, table, group_plan, faults)
+    faults = [
+        _fill_paged(step, plan.shared, table, group_plan)
+        if isinstance(group_plan, PagedPlan)
+        else _fill_state(step, plan.shared, table, group_plan)
+        for table, group_plan in zip(step.tables, plan.groups, strict=True)
+    ]
+    _count_faults(arena.faults, torch.stack(faults))
 
 
 def _fill_shared(step: Step, shared: Shared) -> None:
@@ -59,13 +60,14 @@ def _fill_conv_chunks(step: Step, shared: Shared) -> None:
     shared.conv_chunk_index.copy_(torch.where(chunk.real, chunk.offset, 0))
 
 
-def _fill_paged(step: Step, plan: Plan, table: BlockTable, group_plan: PagedPlan, faults: torch.Tensor) -> None:
-    group, shared, rows, tokens = table.group, plan.shared, step.num_rows, step.num_tokens
+def _fill_paged(step: Step, shared: Shared, table: BlockTable, group_plan: PagedPlan) -> torch.Tensor:
+    """Returns the faults of each row [B]."""
+    group, rows, tokens = table.group, step.num_rows, step.num_tokens
     kernel_blocks = _at_kernel_granularity(table, rows, group_plan.block_table.shape[1])
-    _store_table(group_plan.block_table, kernel_blocks, shared, group.kernel_block_size, rows, faults)
+    faults = _store_table(group_plan.block_table, kernel_blocks, shared, group.kernel_block_size)
     if group_plan.physical_table is not None:
         physical = _at_physical_granularity(table, rows, group_plan.physical_table.shape[1])
-        _store_table(group_plan.physical_table, physical, shared, group.block_size, rows, None)
+        _store_table(group_plan.physical_table, physical, shared, group.block_size)
 
     row = shared.row_of_token[:tokens].long()
     real, row = row >= 0, row.clamp(min=0)
@@ -76,26 +78,22 @@ def _fill_paged(step: Step, plan: Plan, table: BlockTable, group_plan: PagedPlan
     slot = block * group.kernel_block_size + token % group.kernel_block_size
     group_plan.slot[:tokens] = torch.where(real & (block >= 0), slot, -1)
     group_plan.slot[tokens:] = -1
+    return faults
 
 
-def _store_table(
-    out: torch.Tensor,
-    blocks: torch.Tensor,
-    shared: Shared,
-    size: int,
-    rows: int,
-    faults: torch.Tensor | None,
-) -> None:
-    """Copy the entries that a row's context covers into `out` [Bp, C]; everything else becomes -1."""
+def _store_table(out: torch.Tensor, blocks: torch.Tensor, shared: Shared, size: int) -> torch.Tensor:
+    """Copy the entries that a row's context covers into `out` [Bp, C]; everything else becomes -1. Returns how many of
+    the covered ones are none, for each row [B]."""
+    rows = blocks.shape[0]
     column = torch.arange(out.shape[1], device=out.device)
     covered = column < ((shared.context_len[:rows, None] + (size - 1)) // size)
     out[:rows] = torch.where(covered, blocks, -1)
     out[rows:] = -1
-    if faults is not None:
-        _count_faults(faults, covered & (out[:rows] < 0))
+    return (covered & (blocks < 0)).sum(dim=1)
 
 
-def _fill_state(step: Step, shared: Shared, table: BlockTable, group_plan: StatePlan, faults: torch.Tensor) -> None:
+def _fill_state(step: Step, shared: Shared, table: BlockTable, group_plan: StatePlan) -> torch.Tensor:
+    """Returns the faults of each row [B]."""
     group, rows = table.group, step.num_rows
     prior, query = shared.prior_len[:rows], shared.query_len[:rows]
     if step.phase is Phase.VERIFY:
@@ -108,33 +106,32 @@ def _fill_state(step: Step, shared: Shared, table: BlockTable, group_plan: State
     group_plan.state_read[rows:] = -1
     group_plan.state_write[:rows] = write
     group_plan.state_write[rows:] = -1
-    _count_faults(faults, ((prior > 0) & (read < 0)) | ((query > 0) & (write < 0)))
-    _fill_snapshots(step, shared, table, group_plan, faults)
+    missing = ((prior > 0) & (read < 0)) | ((query > 0) & (write < 0))
+    if group_plan.snapshots.row.shape[0] == 0:
+        return missing.long()
+    return missing + _fill_snapshots(step, shared, table, group_plan)
 
 
-def _fill_snapshots(step: Step, shared: Shared, table: BlockTable, group_plan: StatePlan, faults: torch.Tensor) -> None:
+def _fill_snapshots(step: Step, shared: Shared, table: BlockTable, group_plan: StatePlan) -> torch.Tensor:
+    """Returns the faults of each row [B]: a boundary without a block is the host's choice, an id beyond the pool is
+    not."""
     snapshots, group, rows = group_plan.snapshots, table.group, step.num_rows
-    count = snapshots.row.shape[0]
-    if count == 0:
-        return
     prior, query = shared.prior_len[:rows], shared.query_len[:rows]
     if step.phase is Phase.VERIFY:
-        per_row = (query - 1).clamp(min=0)
+        per_row = query - 1
     else:
         per_row = (prior + query - 1) // group.block_size - prior // group.block_size
-    item = _Items.of(per_row, count)
+    item = _Items.of(per_row.clamp(min=0), snapshots.row.shape[0])
     column = prior[item.row] // group.block_size + item.offset
     if step.phase is Phase.VERIFY:
         offset = item.offset + 1
     else:
         offset = (column + 1) * group.block_size - prior[item.row]
-    slot, out_of_range = _lookup(table, item.row, torch.where(item.real, column, -1))
+    slot, beyond = _lookup(table, item.row, torch.where(item.real, column, -1))
     snapshots.row.copy_(torch.where(item.real, item.row, -1))
     snapshots.offset.copy_(torch.where(item.real, offset, 0))
     snapshots.slot.copy_(slot)
-    # A boundary without a block is the host's choice; an id that no pool has is a fault.
-    bad = torch.zeros(rows, dtype=torch.int32, device=step.device).index_add_(0, item.row, out_of_range.int())
-    _count_faults(faults, bad)
+    return torch.zeros(rows, dtype=torch.int64, device=step.device).index_add_(0, item.row, beyond.long())
 
 
 def _lookup(table: BlockTable, row: torch.Tensor | None, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,13 +200,12 @@ class _Items:
         return _Items(row, index - (end - counts)[row], real)
 
 
-def _count_faults(faults: torch.Tensor, bad: torch.Tensor) -> None:
-    """Add the faults `bad` [rows] or [rows, columns] (bool or counts) to a group's (count, lowest row)."""
-    per_row = bad.sum(dim=1) if bad.dim() == 2 else bad
-    rows = torch.arange(per_row.shape[0], dtype=torch.int32, device=faults.device)
-    lowest = torch.where(per_row > 0, rows, torch.iinfo(torch.int32).max).min()
-    faults[0] += per_row.sum().int()
-    faults[1] = torch.minimum(faults[1], lowest)
+def _count_faults(faults: torch.Tensor, per_row: torch.Tensor) -> None:
+    """Add faults per_row [G, B] to the arena's [G, 2] (count, lowest row)."""
+    faults[:, 0] += per_row.sum(dim=1)
+    row = torch.arange(per_row.shape[1], device=faults.device)
+    lowest = torch.where(per_row > 0, row, torch.iinfo(torch.int32).max).amin(dim=1)
+    faults[:, 1] = torch.minimum(faults[:, 1], lowest)
 
 
 def _on_device(lengths: Lengths, rows: int, device: torch.device) -> torch.Tensor:

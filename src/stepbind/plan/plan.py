@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stepbind.groups import CacheGroup
@@ -13,10 +15,11 @@ CONV_CHUNK = 8
 """Tokens that one program of a varlen causal convolution handles (reference behaviour 10)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sizes:
-    """Host scalars of a step. Rows and tokens are counts; `max_query`, `max_context`, `total_context` are in
-    tokens, new ones included."""
+    """What the host knows of a step. Rows and tokens are counts; `max_query`, `max_context`, `total_context` are in
+    tokens, new ones included. query_len, prior_len: the host's lengths, [num_rows], theirs to change after the step.
+    """
 
     phase: Phase
     num_rows: int
@@ -25,12 +28,19 @@ class Sizes:
     padded_tokens: int
     max_query: int
     max_context: int
-    total_context: int
     is_dummy: bool
+    query_len: npt.NDArray[np.int32]
+    prior_len: npt.NDArray[np.int32]
+
+    @property
+    def total_context(self) -> int:
+        return int(self.prior_len.sum(dtype=np.int64)) + self.num_tokens
 
     @staticmethod
     def of(step: Step) -> Sizes:
-        return Sizes(
+        sizes = object.__new__(Sizes)
+        # One update, as every step makes one: a frozen dataclass sets its fields one by one.
+        vars(sizes).update(
             phase=step.phase,
             num_rows=step.num_rows,
             num_tokens=step.num_tokens,
@@ -38,9 +48,11 @@ class Sizes:
             padded_tokens=step.padded_tokens,
             max_query=step.max_query,
             max_context=step.max_context,
-            total_context=step.total_context,
             is_dummy=step.is_dummy,
+            query_len=step.query_len.host,
+            prior_len=step.prior_len.host,
         )
+        return sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +87,12 @@ class Snapshots:
 
 @dataclass(frozen=True, eq=False)
 class PagedPlan:
-    """What an attention or latent group reads. C: columns that the step's longest context needs.
+    """What an attention or latent group reads. C: columns that the step's longest context needs, at least.
 
     slot: [Tp] int64, token slot = block * block size + offset, the same number at both granularities; -1 = none.
-    block_table: [Bp, C] int32 kernel block ids, -1 = none; columns past a row's context are -1.
+    block_table: [Bp, C] int32 kernel block ids, -1 = none. Only the columns that a row's context_len covers say
+        anything. On a GPU, C is the arena's width in every step, and what stands in the other columns is an earlier
+        step's: always -1 or inside the pool, but somebody else's. Ops stop at context_len.
     physical_table: the same in physical blocks, for latent groups only.
     """
 
@@ -114,3 +128,4 @@ class Plan:
     shared: Shared
     groups: tuple[GroupPlan, ...]
     group_of_layer: dict[int, int]  # layer number -> index into groups
+    descriptor: torch.Tensor | None = None  # read by the GPU fill; whoever captured the fill keeps it alive

@@ -53,11 +53,13 @@ class TextStream:
         if self.stopped:
             return ""
         end = len(self._text)
-        # What could begin a stop string is never released, so none begins before `_released`.
-        found = [at for at in (self._text.find(text, self._released) for text in self._stop) if at >= 0]
+        # What could begin a stop string is never released, so none begins before `_released`. The one that is
+        # complete first counts, as it does when characters come one by one.
+        places = [(self._text.find(text, self._released), text) for text in self._stop]
+        found = [(at + len(text), at) for at, text in places if at >= 0]
         if found:
             self.stopped = True
-            end = min(found)
+            _, end = min(found)
         elif not final:
             end -= max((_overlap(self._text, text) for text in self._stop), default=0)
         piece = self._text[self._released : end]

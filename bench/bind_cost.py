@@ -1,0 +1,180 @@
+"""What one bind costs: host time, launches, copies, waits, allocations, and GPU time, eagerly and inside a graph.
+
+    python bench/bind_cost.py
+
+A bind is all that a host does before a forward of a 48-layer hybrid model with 4 cache groups: make the step, fill
+the plan, bind it. The floor is one empty Triton launch, measured in the same run. Prints tables, asserts nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from gpu_timing import Counts, counts, graph_us, host_us, machine, require_gpu
+
+from stepbind.bind import bind
+from stepbind.caches import Caches
+from stepbind.groups import CacheGroup, GroupKind
+from stepbind.models.adapt import adapted
+from stepbind.plan import Arena, build_plan, make_arena
+from stepbind.step import BlockTable, BlockTables, Lengths, Phase, Step, make_step
+from stepbind.tiny import tiny_model
+
+FILLS_IN_A_GRAPH = 100
+
+
+@triton.jit
+def empty(x):  # type: ignore[no-untyped-def]
+    pass
+
+
+@dataclass(frozen=True)
+class Case:
+    phase: Phase = Phase.DECODE
+    rows: int = 256
+    query: int = 1
+    context: int = 512
+    groups: int = 4
+    layers: int = 48
+    device_lengths: bool = True
+
+    @property
+    def name(self) -> str:
+        if self.phase is Phase.DECODE:
+            lengths = "" if self.device_lengths else ", host lengths"
+            return f"decode, {self.rows} rows of {self.context} tokens{lengths}"
+        return f"prefill {self.rows} x {self.query}"
+
+
+@dataclass(frozen=True)
+class Row:
+    step: float
+    fill: float
+    total: float
+    counts: Counts
+    graph: float | None
+
+
+class Host:
+    """A host with fixed buffers for one case: what it hands over every step is the same tensors."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.groups = cache_groups(case)
+        prior = case.context - 1 if case.phase is Phase.DECODE else 0
+        self.query, self.prior = self._lengths(case.query), self._lengths(prior)
+        columns = -(-(prior + case.query) // 64)
+        blocks = torch.arange(1, case.rows * columns + 1, dtype=torch.int32, device="cuda") % 4999 + 1
+        self.tables = {group.name: blocks.reshape(case.rows, columns).clone() for group in self.groups}
+        self.kept = BlockTables(BlockTable(group, self.tables[group.name]) for group in self.groups)
+        self.arena: Arena = make_arena(
+            self.groups,
+            max_rows=case.rows,
+            max_tokens=case.rows * case.query,
+            max_context=max(case.context, case.query),
+            device="cuda",
+        )
+        self.caches = Caches()
+
+    def _lengths(self, value: int) -> Lengths:
+        host = Lengths.of([value] * self.case.rows)
+        return Lengths(host.host, torch.from_numpy(host.host).cuda()) if self.case.device_lengths else host
+
+    def step(self) -> Step:
+        return Step(self.case.phase, self.query, self.prior, self.kept)
+
+    def step_with_new_tables(self) -> Step:
+        return make_step(self.groups, self.case.phase, self.query, self.prior, self.tables)
+
+    def bind(self, model: Any) -> None:
+        with bind(build_plan(self.step(), self.arena, strict=False), self.caches, model):
+            pass
+
+
+def cache_groups(case: Case) -> tuple[CacheGroup, ...]:
+    """One attention group and state groups, layers dealt out in turn; the last of 4 layers is attention."""
+    layers = range(case.layers)
+    attention = CacheGroup("attention", GroupKind.ATTENTION, tuple(i for i in layers if i % 4 == 3), 64, 16, 5000)
+    linear = [i for i in layers if i % 4 != 3]
+    if case.groups == 1:
+        return (CacheGroup("attention", GroupKind.ATTENTION, tuple(layers), 64, 16, 5000),)
+    state = [
+        CacheGroup(f"state{g}", GroupKind.STATE, tuple(linear[g :: case.groups - 1]), 64, 64, 5000)
+        for g in range(case.groups - 1)
+    ]
+    return (attention, *state)
+
+
+def hybrid_model(layers: int) -> Any:
+    types = [*["linear_attention"] * 3, "full_attention"] * (layers // 4)
+    return tiny_model("qwen3_5", num_hidden_layers=layers, layer_types=types)
+
+
+def measure(case: Case, models: dict[int, Any]) -> Row:
+    if case.layers not in models:
+        models[case.layers] = hybrid_model(case.layers)
+    model, host = models[case.layers], Host(case)
+    step = host.step()
+
+    def fill() -> None:
+        build_plan(step, host.arena, strict=False)
+
+    with adapted(model):
+        return Row(
+            step=host_us(host.step),
+            fill=host_us(fill),
+            total=host_us(lambda: host.bind(model)),
+            counts=counts(lambda: host.bind(model)),
+            graph=graph_us([fill], rounds=FILLS_IN_A_GRAPH) if case.device_lengths else None,
+        )
+
+
+def main() -> None:
+    require_gpu()
+    print(machine())
+    x = torch.zeros(16, device="cuda")
+    floor = host_us(lambda: empty[(1,)](x))
+    empty_us = graph_us([lambda: empty[(1,)](x)], rounds=FILLS_IN_A_GRAPH)
+    print(f"floor: one empty Triton launch, host {floor:.1f} us; inside a graph {empty_us:.2f} us of GPU time")
+    models: dict[int, Any] = {}
+    print(
+        "\nhost us: step / fill / whole bind (times the floor) | launches, copies (to host), waits, allocations"
+        " | GPU us"
+    )
+    prefill = {"phase": Phase.PREFILL, "device_lengths": False}
+    for case in (
+        *[Case(rows=rows) for rows in (1, 32, 256)],
+        Case(device_lengths=False),
+        Case(rows=1, query=8192, **prefill),  # type: ignore[arg-type]
+        Case(rows=16, query=512, **prefill),  # type: ignore[arg-type]
+    ):
+        print_row(case.name, measure(case, models), floor)
+    print("\ngrowth (256 rows, 4 groups, 48 layers, context 512 where not said otherwise)")
+    for name, values in (
+        ("rows", [Case(rows=rows) for rows in (1, 16, 64, 256, 1024)]),
+        ("groups", [Case(groups=groups) for groups in (1, 2, 4, 8)]),
+        ("layers", [Case(layers=layers) for layers in (24, 48, 96)]),
+        ("context", [Case(rows=16, context=context) for context in (1024, 8192, 131072, 1048576)]),
+    ):
+        for case in values:
+            print_row(f"{name} {getattr(case, name)}", measure(case, models), floor)
+    host = Host(Case())
+    print(f"\na step whose tables are looked at again (make_step): {host_us(host.step_with_new_tables):.1f} us")
+
+
+def print_row(name: str, row: Row, floor: float) -> None:
+    did = row.counts
+    graph = "-" if row.graph is None else f"{row.graph:.2f} in a graph"
+    print(
+        f"{name:34} {row.step:6.1f} / {row.fill:5.1f} / {row.total:5.1f} ({row.total / floor:4.2f}x) | "
+        f"{did.launches}, {did.copies} ({did.device_to_host}), {did.syncs}, {did.allocations} | "
+        f"{did.gpu_us:.1f}, {graph}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

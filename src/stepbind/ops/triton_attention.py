@@ -1,0 +1,456 @@
+"""Attention over paged keys and values, on the GPU.
+
+Softmax is taken over tiles of the context as they come, with a running maximum (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", arXiv 1805.02867; Dao et al., "FlashAttention", arXiv 2205.14135). Decode splits
+each row's context over programs and merges their partial results in a second launch (Flash-Decoding).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from stepbind.caches import KVPages
+from stepbind.plan.plan import PagedPlan, Shared, Sizes
+from stepbind.step import Phase
+
+PROGRAMS = 264
+"""Programs that decode should have at least: two for each of an H200's 132 multiprocessors."""
+MAX_SPLITS = 64
+TOKENS_PER_SPLIT = 8192
+"""Context tokens that one program of decode walks through at most, where MAX_SPLITS allows."""
+MERGED_AT_ONCE = 16
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pages: KVPages,
+    plan: PagedPlan,
+    shared: Shared,
+    sizes: Sizes,
+    scale: float,
+) -> torch.Tensor:
+    """Arguments and result of `attention.paged_attention`. Launches depend on sizes alone; `sizes.max_context` and
+    `sizes.max_query` may be upper bounds. A context is cut off at the width of `plan.block_table`."""
+    if query.shape[0] == 0:
+        return torch.empty_like(query)
+    # Contiguous even where the query is a transposed view.
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    attend = _attend_rows if sizes.phase is Phase.PREFILL else _attend_tokens
+    attend(out, query, pages, plan, shared, sizes, scale * math.log2(math.e))
+    return out
+
+
+def num_splits(num_tokens: int, num_kv_heads: int, max_context: int, tile: int) -> int:
+    """Programs that share one token's context: as many as fill the GPU, and more for long contexts. A power of 2."""
+    wanted = max(PROGRAMS // (num_tokens * num_kv_heads), -(-max_context // TOKENS_PER_SPLIT), 1)
+    useful = max(1, min(wanted, -(-max_context // tile), MAX_SPLITS))
+    return 1 << (useful.bit_length() - 1)
+
+
+def _tile(head_dim: int) -> int:
+    """Context tokens that a program looks at together."""
+    return 32 if head_dim > 128 else 64
+
+
+def _compute_dtype(query: torch.Tensor, pages: KVPages) -> tl.dtype:
+    """What matrix products take in; they always sum in float32."""
+    if query.dtype == pages.key.dtype == torch.bfloat16:
+        return tl.bfloat16
+    if query.dtype == pages.key.dtype == torch.float16:
+        return tl.float16
+    return tl.float32
+
+
+def _attend_tokens(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    pages: KVPages,
+    plan: PagedPlan,
+    shared: Shared,
+    sizes: Sizes,
+    scale: float,
+) -> None:
+    """Every token on its own: decode, and verify with its few tokens a row."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, page = pages.key.shape[1], pages.key.shape[2]
+    tile, dims = _tile(head_dim), triton.next_power_of_2(head_dim)
+    splits = num_splits(num_tokens, num_kv_heads, sizes.max_context, tile)
+    target, peak, weight = out, out, out
+    if splits > 1:
+        target = query.new_empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32)
+        peak = query.new_empty((num_tokens, num_heads, splits), dtype=torch.float32)
+        weight = torch.empty_like(peak)
+    _attend_split[(num_tokens, num_kv_heads, splits)](
+        target,
+        peak,
+        weight,
+        query,
+        pages.key,
+        pages.value,
+        plan.block_table,
+        shared.row_of_token,
+        shared.query_start,
+        shared.prior_len,
+        scale,
+        pages.key.shape[0],
+        plan.block_table.shape[1],
+        plan.block_table.stride(0),
+        *query.stride(),
+        *pages.key.stride(),
+        *pages.value.stride(),
+        num_heads // num_kv_heads,
+        head_dim,
+        page,
+        max(16, triton.next_power_of_2(num_heads // num_kv_heads)),  # a matrix product has at least 16 rows
+        dims,
+        tile,
+        splits > 1,
+        _compute_dtype(query, pages),
+        num_warps=4,
+        num_stages=3 if query.element_size() == 2 else 1,
+    )
+    if splits > 1:
+        _merge_splits[(num_tokens, num_heads)](
+            out,
+            target,
+            peak,
+            weight,
+            shared.row_of_token,
+            shared.query_start,
+            shared.prior_len,
+            plan.block_table.shape[1],
+            splits,
+            head_dim,
+            page,
+            dims,
+            tile,
+            MERGED_AT_ONCE,
+        )
+
+
+@triton.jit
+def _context_of(token, row_of_token, query_start, prior_len, table_columns, PAGE):
+    """Row of a token, and how many positions of its row it attends to: 0 for padding."""
+    row = tl.load(row_of_token + token)
+    live = row >= 0
+    prior = tl.load(prior_len + row, mask=live, other=0)
+    start = tl.load(query_start + row, mask=live, other=0)
+    return row, tl.where(live, tl.minimum(prior + token - start + 1, table_columns * PAGE), 0)
+
+
+@triton.jit
+def _positions_per_split(context, splits, TILE):
+    return tl.cdiv(tl.cdiv(context, splits), TILE) * TILE
+
+
+@triton.jit
+def _attend_tile(
+    acc,
+    peak,
+    weight,
+    q,
+    allowed,
+    key_at,
+    value_at,
+    readable,
+    key,
+    value,
+    dim,
+    key_dim,
+    value_dim,
+    scale,
+    HEAD_DIM,
+    COMPUTE,
+):
+    """Add the positions at key_at, value_at [TILE] to the running result of q [M, DIMS].
+
+    acc [M, DIMS] and weight [M] are sums of values and of ones, each times 2 ** (score - peak [M]).
+    """
+    k_mask = (dim[:, None] < HEAD_DIM) & readable[None, :]
+    k = tl.load(key + key_at[None, :] + dim[:, None] * key_dim, mask=k_mask, other=0).to(COMPUTE)
+    score = tl.dot(q, k, input_precision="ieee") * scale
+    score = tl.where(allowed, score, float("-inf"))
+    higher = tl.maximum(peak, tl.max(score, axis=1))
+    reference = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf minus -inf is NaN
+    share = tl.exp2(score - reference[:, None])
+    shrink = tl.exp2(peak - reference)
+    v_mask = readable[:, None] & (dim[None, :] < HEAD_DIM)
+    v = tl.load(value + value_at[:, None] + dim[None, :] * value_dim, mask=v_mask, other=0).to(COMPUTE)
+    acc = tl.dot(share.to(COMPUTE), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, higher, weight * shrink + tl.sum(share, axis=1)
+
+
+@triton.jit
+def _attend_split(
+    out,
+    out_peak,
+    out_weight,
+    query,
+    key,
+    value,
+    table,
+    row_of_token,
+    query_start,
+    prior_len,
+    scale,
+    num_blocks,
+    table_columns,
+    table_row,
+    query_token,
+    query_head,
+    query_dim,
+    key_block,
+    key_head,
+    key_token,
+    key_dim,
+    value_block,
+    value_head,
+    value_token,
+    value_dim,
+    HEADS_PER_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Program (t, h, s): the s-th part of token t's context, for the query heads of KV head h.
+
+    out: [T, heads, D] where the context is not split; else [T, heads, splits, D] float32 sums of values, with their
+    peaks and weights [T, heads, splits] beside them. Parts without positions are not written, the first always is.
+    """
+    token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(2)
+    row, context = _context_of(tl.program_id(0), row_of_token, query_start, prior_len, table_columns, PAGE)
+    length = _positions_per_split(context, splits, TILE)
+    first = split * length
+    if (split == 0) | (first < context):
+        dim = tl.arange(0, DIMS)
+        within = tl.arange(0, HEADS)
+        head = kv_head * HEADS_PER_KV + within
+        inside = (within < HEADS_PER_KV)[:, None] & (dim < HEAD_DIM)[None, :]
+        q_at = token * query_token + head[:, None] * query_head + dim[None, :] * query_dim
+        q = tl.load(query + q_at, mask=inside, other=0).to(COMPUTE)
+        acc = tl.zeros([HEADS, DIMS], tl.float32)
+        weight = tl.zeros([HEADS], tl.float32)
+        peak = tl.full([HEADS], float("-inf"), tl.float32)
+        last = tl.minimum(first + length, context)
+        for start in range(first, last, TILE):
+            position = start + tl.arange(0, TILE)
+            column = row.to(tl.int64) * table_row + position // PAGE
+            block = tl.load(table + column, mask=position < last, other=-1)
+            readable = (block >= 0) & (block < num_blocks)
+            key_at = block.to(tl.int64) * key_block + kv_head * key_head + (position % PAGE) * key_token
+            value_at = block.to(tl.int64) * value_block + kv_head * value_head + (position % PAGE) * value_token
+            acc, peak, weight = _attend_tile(
+                acc,
+                peak,
+                weight,
+                q,
+                readable[None, :],
+                key_at,
+                value_at,
+                readable,
+                key,
+                value,
+                dim,
+                key_dim,
+                value_dim,
+                scale,
+                HEAD_DIM,
+                COMPUTE,
+            )
+        num_heads = tl.num_programs(1) * HEADS_PER_KV
+        if IS_SPLIT:
+            at = (token * num_heads + head) * splits + split
+            tl.store(out_peak + at, peak, mask=within < HEADS_PER_KV)
+            tl.store(out_weight + at, weight, mask=within < HEADS_PER_KV)
+            tl.store(out + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=inside)
+        else:
+            mean = acc / tl.where(weight > 0, weight, 1.0)[:, None]
+            at = (token * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(out + at, mean.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_splits(
+    out,
+    partial,
+    peaks,
+    weights,
+    row_of_token,
+    query_start,
+    prior_len,
+    table_columns,
+    splits,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIMS: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Program (t, h): the result of token t and query head h from the parts of its context that have positions."""
+    at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    _, context = _context_of(tl.program_id(0), row_of_token, query_start, prior_len, table_columns, PAGE)
+    used = tl.cdiv(context, tl.maximum(_positions_per_split(context, splits, TILE), 1))
+    dim = tl.arange(0, DIMS)
+    acc = tl.zeros([DIMS], tl.float32)
+    weight = 0.0
+    peak = float("-inf")
+    for first in range(0, used, PARTS):
+        part = first + tl.arange(0, PARTS)
+        part_peak = tl.load(peaks + at * splits + part, mask=part < used, other=float("-inf"))
+        part_weight = tl.load(weights + at * splits + part, mask=part < used, other=0)
+        inside = (part < used)[:, None] & (dim < HEAD_DIM)[None, :]
+        value = tl.load(partial + (at * splits + part)[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0)
+        higher = tl.maximum(peak, tl.max(part_peak, axis=0))
+        reference = tl.where(higher == float("-inf"), 0.0, higher)
+        share = tl.exp2(part_peak - reference)
+        shrink = tl.exp2(peak - reference)
+        acc = acc * shrink + tl.sum(value * share[:, None], axis=0)
+        weight = weight * shrink + tl.sum(part_weight * share, axis=0)
+        peak = higher
+    mean = acc / tl.where(weight > 0, weight, 1.0)
+    tl.store(out + at * HEAD_DIM + dim, mean.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def _attend_rows(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    pages: KVPages,
+    plan: PagedPlan,
+    shared: Shared,
+    sizes: Sizes,
+    scale: float,
+) -> None:
+    """Tiles of a row's tokens together: prefill."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, rows = pages.key.shape[1], shared.query_len.shape[0]
+    tokens_at_once = 64 if query.element_size() == 2 else 32
+    query_tiles = max(1, -(-sizes.max_query // tokens_at_once))
+    _attend_query_tile[(query_tiles, num_heads, rows + 1)](
+        out,
+        query,
+        pages.key,
+        pages.value,
+        plan.block_table,
+        shared.query_start,
+        shared.query_len,
+        shared.prior_len,
+        scale,
+        num_tokens,
+        pages.key.shape[0],
+        plan.block_table.shape[1],
+        plan.block_table.stride(0),
+        *query.stride(),
+        *pages.key.stride(),
+        *pages.value.stride(),
+        num_heads // num_kv_heads,
+        head_dim,
+        pages.key.shape[2],
+        triton.next_power_of_2(head_dim),
+        tokens_at_once,
+        _tile(head_dim),
+        _compute_dtype(query, pages),
+        num_warps=4,
+        num_stages=2 if query.element_size() == 2 else 1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _attend_query_tile(
+    out,
+    query,
+    key,
+    value,
+    table,
+    query_start,
+    query_len,
+    prior_len,
+    scale,
+    num_tokens,
+    num_blocks,
+    table_columns,
+    table_row,
+    query_token,
+    query_head,
+    query_dim,
+    key_block,
+    key_head,
+    key_token,
+    key_dim,
+    value_block,
+    value_head,
+    value_token,
+    value_dim,
+    HEADS_PER_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIMS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Program (i, h, r): TOKENS new tokens of row r, those with the longest context first, for query head h. The
+    programs of the row past the last one write zeros to padding tokens."""
+    head, row = tl.program_id(1), tl.program_id(2)
+    query_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    num_heads = tl.num_programs(1)
+    dim = tl.arange(0, DIMS)
+    token_start = tl.load(query_start + row)
+    if row == tl.num_programs(2) - 1:
+        stride = tl.num_programs(0) * TOKENS
+        for first in range(token_start + query_tile * TOKENS, num_tokens, stride):
+            token = (first + tl.arange(0, TOKENS)).to(tl.int64)
+            inside = (token < num_tokens)[:, None] & (dim < HEAD_DIM)[None, :]
+            at = (token * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(out + at, tl.zeros([TOKENS, DIMS], out.dtype.element_ty), mask=inside)
+    else:
+        length = tl.load(query_len + row)
+        if query_tile * TOKENS < length:
+            prior = tl.load(prior_len + row)
+            offset = query_tile * TOKENS + tl.arange(0, TOKENS)
+            token = (token_start + offset).to(tl.int64)
+            inside = ((offset < length) & (token < num_tokens))[:, None] & (dim < HEAD_DIM)[None, :]
+            q_at = (token * query_token)[:, None] + head * query_head + dim[None, :] * query_dim
+            q = tl.load(query + q_at, mask=inside, other=0).to(COMPUTE)
+            acc = tl.zeros([TOKENS, DIMS], tl.float32)
+            weight = tl.zeros([TOKENS], tl.float32)
+            peak = tl.full([TOKENS], float("-inf"), tl.float32)
+            kv_head = head // HEADS_PER_KV
+            last = prior + tl.minimum((query_tile + 1) * TOKENS, length)
+            last = tl.minimum(last, table_columns * PAGE)
+            for start in range(0, last, TILE):
+                position = start + tl.arange(0, TILE)
+                column = row.to(tl.int64) * table_row + position // PAGE
+                block = tl.load(table + column, mask=position < last, other=-1)
+                readable = (block >= 0) & (block < num_blocks)
+                key_at = block.to(tl.int64) * key_block + kv_head * key_head + (position % PAGE) * key_token
+                value_at = block.to(tl.int64) * value_block + kv_head * value_head + (position % PAGE) * value_token
+                acc, peak, weight = _attend_tile(
+                    acc,
+                    peak,
+                    weight,
+                    q,
+                    readable[None, :] & (position[None, :] <= (prior + offset)[:, None]),
+                    key_at,
+                    value_at,
+                    readable,
+                    key,
+                    value,
+                    dim,
+                    key_dim,
+                    value_dim,
+                    scale,
+                    HEAD_DIM,
+                    COMPUTE,
+                )
+            mean = acc / tl.where(weight > 0, weight, 1.0)[:, None]
+            at = (token * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(out + at, mean.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,402 @@
+"""The plan of a step on the GPU: one launch over (part of the step, cache group).
+
+Kernels read one int64 array, the descriptor, whose fields are numbered here: where the step's values are, where the
+plan's go, and what each group looks like. `fill_triton.py` writes it; `reference.py` says what the values mean.
+
+Only ids inside a group's pool are ever written to a plan. Block tables get the columns that a row's context covers;
+what stands behind them is left from earlier steps, and no op looks at columns behind a row's context.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from stepbind.plan.arena import NO_FAULT_ROW
+from stepbind.plan.plan import CONV_CHUNK
+
+# Fields of the descriptor: first the step's, then GROUP_FIELDS for each group. Pointers are addresses, strides count
+# elements.
+QUERY_LEN = tl.constexpr(0)
+PRIOR_LEN = tl.constexpr(1)
+ROTARY = tl.constexpr(2)  # the host's rotary positions, 0 = none given
+ROTARY_BYTES = tl.constexpr(3)  # of one position
+OUT_QUERY_START = tl.constexpr(4)
+OUT_QUERY_LEN = tl.constexpr(5)
+OUT_PRIOR_LEN = tl.constexpr(6)
+OUT_CONTEXT_LEN = tl.constexpr(7)
+OUT_HAS_PRIOR = tl.constexpr(8)
+OUT_ROW_OF_TOKEN = tl.constexpr(9)
+OUT_POSITION = tl.constexpr(10)
+OUT_SPAN_START = tl.constexpr(11)
+OUT_SPAN_END = tl.constexpr(12)
+OUT_CHUNK_ROW = tl.constexpr(13)
+OUT_CHUNK_INDEX = tl.constexpr(14)
+STEP_FIELDS = tl.constexpr(16)  # 128 bytes, a cache line, as GROUP_FIELDS are
+
+IS_STATE = tl.constexpr(0)
+BLOCK_SIZE = tl.constexpr(1)  # tokens
+KERNEL_BLOCK_SIZE = tl.constexpr(2)  # tokens
+NUM_BLOCKS = tl.constexpr(3)
+FIRST_BLOCK = tl.constexpr(4)
+FAULTS = tl.constexpr(5)
+TABLE = tl.constexpr(6)
+TABLE_ROW_STRIDE = tl.constexpr(7)
+TABLE_COLUMN_STRIDE = tl.constexpr(8)
+TABLE_COLUMNS = tl.constexpr(9)
+IDS_PER_BLOCK = tl.constexpr(10)  # table entries (and ids) for one physical block: the ratio, or 1
+OUT_SLOT = tl.constexpr(11)
+OUT_TABLE = tl.constexpr(12)
+OUT_TABLE_COLUMNS = tl.constexpr(13)  # also its row stride
+OUT_PHYSICAL = tl.constexpr(14)  # 0 = none
+OUT_PHYSICAL_COLUMNS = tl.constexpr(15)
+OUT_STATE_READ = tl.constexpr(11)
+OUT_STATE_WRITE = tl.constexpr(12)
+OUT_SNAPSHOT_ROW = tl.constexpr(13)
+OUT_SNAPSHOT_OFFSET = tl.constexpr(14)
+OUT_SNAPSHOT_SLOT = tl.constexpr(15)
+GROUP_FIELDS = tl.constexpr(16)
+
+# What a search through the rows counts in each of them.
+COUNT_TOKENS = tl.constexpr(0)
+COUNT_CONV_CHUNKS = tl.constexpr(1)
+COUNT_BOUNDARIES = tl.constexpr(2)
+COUNT_DRAFTS = tl.constexpr(3)
+
+_CONV_CHUNK = tl.constexpr(CONV_CHUNK)
+_NO_ROW = tl.constexpr(NO_FAULT_ROW)
+
+
+@triton.jit
+def _i32(desc, field):
+    """A field as a number below 2**31."""
+    return tl.load(desc + field).to(tl.int32)
+
+
+@triton.jit
+def _int32_at(desc, field):
+    return tl.load(desc + field).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _lengths(desc, row, num_rows):
+    """query_len and prior_len of rows; 0 past the last one."""
+    live = row < num_rows
+    query = tl.load(_int32_at(desc, QUERY_LEN) + row, mask=live, other=0)
+    return query, tl.load(_int32_at(desc, PRIOR_LEN) + row, mask=live, other=0)
+
+
+@triton.jit
+def _physical_entry(group, row, column, wanted):
+    """Physical block at (row, column in physical blocks) where `wanted`, else -1; and whether the id is beyond the
+    pool. -1 too where the table has no such column, and for ids outside the pool."""
+    ids = _i32(group, IDS_PER_BLOCK)
+    inside = wanted & (column >= 0) & (column.to(tl.int64) * ids < tl.load(group + TABLE_COLUMNS))
+    at = row.to(tl.int64) * tl.load(group + TABLE_ROW_STRIDE)
+    at += column.to(tl.int64) * ids * tl.load(group + TABLE_COLUMN_STRIDE)
+    entry = tl.load(_int32_at(group, TABLE) + at, mask=inside, other=-1)
+    block = entry // ids
+    beyond = (entry < -1) | ((entry >= 0) & (block >= _i32(group, NUM_BLOCKS)))
+    good = (entry >= 0) & (block >= _i32(group, FIRST_BLOCK)) & (block < _i32(group, NUM_BLOCKS))
+    return tl.where(good, block, -1), beyond
+
+
+@triton.jit
+def _kernel_entry(group, row, column, wanted):
+    """Kernel block at (row, column in kernel blocks) where `wanted`, else -1."""
+    ratio = _i32(group, BLOCK_SIZE) // _i32(group, KERNEL_BLOCK_SIZE)
+    ids = _i32(group, IDS_PER_BLOCK)
+    # A table in kernel blocks has the entry itself; in one of physical blocks, `ratio` columns share an entry.
+    shared = ratio // ids
+    table_column = column // shared
+    inside = wanted & (table_column < tl.load(group + TABLE_COLUMNS))
+    at = row.to(tl.int64) * tl.load(group + TABLE_ROW_STRIDE)
+    at += table_column.to(tl.int64) * tl.load(group + TABLE_COLUMN_STRIDE)
+    entry = tl.load(_int32_at(group, TABLE) + at, mask=inside, other=-1)
+    block = entry // ids
+    good = (entry >= 0) & (block >= _i32(group, FIRST_BLOCK)) & (block < _i32(group, NUM_BLOCKS))
+    return tl.where(good, entry * shared + column % shared, -1)
+
+
+@triton.jit
+def _report(group, faults, row):
+    """Count the faults of some rows, and note the lowest row that has one."""
+    count = tl.sum(faults, axis=0)
+    if count > 0:
+        lowest = tl.min(tl.where(faults > 0, row, _NO_ROW), axis=0)
+        out = _int32_at(group, FAULTS)
+        tl.atomic_add(out, count)
+        tl.atomic_min(out + 1, lowest)
+
+
+@triton.jit
+def _find_rows(desc, index, num_rows, block_size, WHAT: tl.constexpr, ROWS: tl.constexpr):
+    """For items laid out row after row: the row of each `index`, the index of that row's first item, and how many
+    items there are. An index past the last item gets a row past the last one."""
+    row = tl.zeros_like(index)
+    start = tl.zeros_like(index)
+    total = 0
+    for first in range(0, num_rows, ROWS):
+        query, prior = _lengths(desc, first + tl.arange(0, ROWS), num_rows)
+        if WHAT == COUNT_TOKENS:
+            count = query
+        elif WHAT == COUNT_CONV_CHUNKS:
+            count = (query + _CONV_CHUNK - 1) // _CONV_CHUNK
+        elif WHAT == COUNT_BOUNDARIES:
+            count = tl.where(query > 0, (prior + query - 1) // block_size - prior // block_size, 0)
+        else:
+            count = tl.maximum(query - 1, 0)
+        end = total + tl.cumsum(count, axis=0)
+        passed = end[None, :] <= index[:, None]
+        row += tl.sum(passed.to(tl.int32), axis=1)
+        start = tl.maximum(start, tl.max(tl.where(passed, end[None, :], 0), axis=1))
+        total += tl.sum(count, axis=0)
+    return row, start, total
+
+
+@triton.jit
+def _store_tokens(desc, token, row, start, position, real, stored):
+    """Shared values of tokens; those that are not real are padding."""
+    rotary = tl.load(desc + ROTARY)
+    value = position.to(tl.int64)
+    if rotary != 0:
+        if tl.load(desc + ROTARY_BYTES) == 8:
+            value = tl.load(rotary.to(tl.pointer_type(tl.int64)) + token, mask=real & stored, other=0)
+        else:
+            value = tl.load(rotary.to(tl.pointer_type(tl.int32)) + token, mask=real & stored, other=0).to(tl.int64)
+    tl.store(_int32_at(desc, OUT_ROW_OF_TOKEN) + token, tl.where(real, row, -1), mask=stored)
+    out_position = tl.load(desc + OUT_POSITION).to(tl.pointer_type(tl.int64))
+    tl.store(out_position + token, tl.where(real, value, 0), mask=stored)
+    tl.store(_int32_at(desc, OUT_SPAN_START) + token, tl.where(real, start, 0), mask=stored)
+    tl.store(_int32_at(desc, OUT_SPAN_END) + token, tl.where(real, token + 1, 0), mask=stored)
+
+
+@triton.jit
+def _store_slots(group, token, row, position, real, stored):
+    """Token slots of a paged group."""
+    size = _i32(group, KERNEL_BLOCK_SIZE)
+    block = _kernel_entry(group, row, position // size, real)
+    slot = block.to(tl.int64) * size + position % size
+    out = tl.load(group + OUT_SLOT).to(tl.pointer_type(tl.int64))
+    tl.store(out + token, tl.where(block >= 0, slot, -1), mask=stored)
+
+
+@triton.jit
+def _store_rows(desc, row, query, prior, start, padded_rows):
+    """Shared values of rows; `start` is the index of each row's first token."""
+    stored = row < padded_rows
+    out_start = _int32_at(desc, OUT_QUERY_START)
+    tl.store(out_start + row, 0, mask=row == 0)
+    tl.store(out_start + row + 1, start + query, mask=stored)
+    tl.store(_int32_at(desc, OUT_QUERY_LEN) + row, query, mask=stored)
+    tl.store(_int32_at(desc, OUT_PRIOR_LEN) + row, prior, mask=stored)
+    tl.store(_int32_at(desc, OUT_CONTEXT_LEN) + row, prior + query, mask=stored)
+    has_prior = tl.load(desc + OUT_HAS_PRIOR).to(tl.pointer_type(tl.int8))
+    tl.store(has_prior + row, (prior > 0).to(tl.int8), mask=stored)
+
+
+@triton.jit
+def _store_tables(group, row, context, part, num_parts, COLUMNS: tl.constexpr):
+    """Every num_parts-th run of COLUMNS of the columns that the rows' contexts cover."""
+    size = _i32(group, KERNEL_BLOCK_SIZE)
+    width = _i32(group, OUT_TABLE_COLUMNS)
+    covered = tl.minimum((context + size - 1) // size, width)
+    out = _int32_at(group, OUT_TABLE) + row.to(tl.int64)[:, None] * width
+    faults = tl.zeros_like(row)
+    for first in range(part * COLUMNS, tl.max(covered, axis=0), num_parts * COLUMNS):
+        column = first + tl.arange(0, COLUMNS)[None, :]
+        wanted = column < covered[:, None]
+        block = _kernel_entry(group, row[:, None], column, wanted)
+        tl.store(out + column, block, mask=wanted)
+        faults += tl.sum((wanted & (block < 0)).to(tl.int32), axis=1)
+    _report(group, faults, row)
+    physical = tl.load(group + OUT_PHYSICAL)
+    if physical != 0:
+        size = _i32(group, BLOCK_SIZE)
+        width = _i32(group, OUT_PHYSICAL_COLUMNS)
+        covered = tl.minimum((context + size - 1) // size, width)
+        out = physical.to(tl.pointer_type(tl.int32)) + row.to(tl.int64)[:, None] * width
+        for first in range(part * COLUMNS, tl.max(covered, axis=0), num_parts * COLUMNS):
+            column = first + tl.arange(0, COLUMNS)[None, :]
+            wanted = column < covered[:, None]
+            block, _ = _physical_entry(group, row[:, None], column, wanted)
+            tl.store(out + column, block, mask=wanted)
+
+
+@triton.jit
+def _store_states(group, row, query, prior, padded_rows, VERIFY: tl.constexpr):
+    """Read and write slots of a state group."""
+    size = _i32(group, BLOCK_SIZE)
+    read, _ = _physical_entry(group, row, (prior - 1) // size, prior > 0)
+    if VERIFY:
+        column = prior // size + query - 1
+    else:
+        column = (prior + query - 1) // size
+    write, _ = _physical_entry(group, row, column, query > 0)
+    tl.store(_int32_at(group, OUT_STATE_READ) + row, read, mask=row < padded_rows)
+    tl.store(_int32_at(group, OUT_STATE_WRITE) + row, write, mask=row < padded_rows)
+    bad = ((prior > 0) & (read < 0)) | ((query > 0) & (write < 0))
+    _report(group, bad.to(tl.int32), row)
+
+
+@triton.jit(do_not_specialize=["num_rows", "padded_rows", "padded_tokens"])
+def fill_decode(
+    desc, num_rows, padded_rows, padded_tokens, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEARCH: tl.constexpr
+):
+    """A decode step: program (i, g, c) has rows and padding tokens i*ROWS .. of group g, and every c-th part of the
+    rows' table columns. Rows have one new token or none."""
+    block, part = tl.program_id(0), tl.program_id(2)
+    group = desc + STEP_FIELDS + tl.program_id(1) * GROUP_FIELDS
+    is_state = tl.load(group + IS_STATE)  # first, so that the group's fields are near when they are needed
+    row = block * ROWS + tl.arange(0, ROWS)
+    query, prior = _lengths(desc, row, num_rows)
+    before = 0
+    total = 0
+    if part == 0:
+        for first in range(0, num_rows, SEARCH):
+            other = first + tl.arange(0, SEARCH)
+            count, _ = _lengths(desc, other, num_rows)
+            before += tl.sum(tl.where(other < block * ROWS, count, 0), axis=0)
+            total += tl.sum(count, axis=0)
+    start = before + tl.cumsum(query, axis=0) - query
+    # A row's token stands at `start`; the program's padding tokens are those of its own range past the last token.
+    real = (query > 0) & (start < padded_tokens)
+    padding = (row >= total) & (row < padded_tokens)
+    nothing = query < 0
+    if part == 0:
+        if tl.program_id(1) == 0:
+            _store_rows(desc, row, query, prior, start, padded_rows)
+            _store_tokens(desc, start, row, start, prior, real, real)
+            _store_tokens(desc, row, row, row, row, nothing, padding)
+    if is_state != 0:
+        if part == 0:
+            _store_states(group, row, query, prior, padded_rows, False)
+    else:
+        _store_tables(group, row, prior + query, part, tl.num_programs(2), COLUMNS)
+        if part == 0:
+            _store_slots(group, start, row, prior, real, real)
+            _store_slots(group, row, row, row, nothing, padding)
+
+
+@triton.jit
+def _fill_tokens(desc, group, is_first, is_state, block, num_rows, padded_tokens, TOKENS, SEARCH):
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    row, start, total = _find_rows(desc, token, num_rows, 1, COUNT_TOKENS, SEARCH)
+    real = token < total
+    _, prior = _lengths(desc, row, num_rows)
+    position = prior + token - start
+    stored = token < padded_tokens
+    if is_first:
+        _store_tokens(desc, token, row, start, position, real, stored)
+    if is_state == 0:
+        _store_slots(group, token, row, position, real, stored)
+
+
+@triton.jit
+def _fill_rows(
+    desc, group, is_first, is_state, block, part, num_parts, num_rows, padded_rows, ROWS, COLUMNS, SEARCH, VERIFY
+):
+    row = block * ROWS + tl.arange(0, ROWS)
+    query, prior = _lengths(desc, row, num_rows)
+    if is_first & (part == 0):
+        before = 0
+        for first in range(0, block * ROWS, SEARCH):
+            other = first + tl.arange(0, SEARCH)
+            count, _ = _lengths(desc, other, num_rows)
+            before += tl.sum(tl.where(other < block * ROWS, count, 0), axis=0)
+        _store_rows(desc, row, query, prior, before + tl.cumsum(query, axis=0) - query, padded_rows)
+    if is_state == 0:
+        _store_tables(group, row, prior + query, part, num_parts, COLUMNS)
+    elif part == 0:
+        _store_states(group, row, query, prior, padded_rows, VERIFY)
+
+
+@triton.jit
+def _fill_chunks(desc, block, num_rows, num_chunks, TOKENS, SEARCH):
+    index = block * TOKENS + tl.arange(0, TOKENS)
+    row, start, total = _find_rows(desc, index, num_rows, 1, COUNT_CONV_CHUNKS, SEARCH)
+    real = index < total
+    tl.store(_int32_at(desc, OUT_CHUNK_ROW) + index, tl.where(real, row, -1), mask=index < num_chunks)
+    tl.store(_int32_at(desc, OUT_CHUNK_INDEX) + index, tl.where(real, index - start, 0), mask=index < num_chunks)
+
+
+@triton.jit
+def _fill_snapshots(desc, group, block, num_rows, num_snapshots, TOKENS, SEARCH, VERIFY):
+    index = block * TOKENS + tl.arange(0, TOKENS)
+    size = _i32(group, BLOCK_SIZE)
+    if VERIFY:
+        row, start, total = _find_rows(desc, index, num_rows, size, COUNT_DRAFTS, SEARCH)
+    else:
+        row, start, total = _find_rows(desc, index, num_rows, size, COUNT_BOUNDARIES, SEARCH)
+    real = index < total
+    _, prior = _lengths(desc, row, num_rows)
+    column = prior // size + index - start
+    if VERIFY:
+        offset = index - start + 1
+    else:
+        offset = (column + 1) * size - prior
+    slot, beyond = _physical_entry(group, row, column, real)
+    # A group that has fewer snapshots than the longest one owns the rest of its buffer too, up to `num_snapshots`.
+    stored = index < num_snapshots
+    tl.store(_int32_at(group, OUT_SNAPSHOT_ROW) + index, tl.where(real, row, -1), mask=stored)
+    tl.store(_int32_at(group, OUT_SNAPSHOT_OFFSET) + index, tl.where(real, offset, 0), mask=stored)
+    tl.store(_int32_at(group, OUT_SNAPSHOT_SLOT) + index, slot, mask=stored)
+    # A boundary without a block is the host's choice; an id that no pool has is a fault.
+    _report(group, (real & beyond).to(tl.int32), row)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "padded_rows", "padded_tokens", "num_chunks", "num_snapshots", "row_blocks", "parts"]
+)
+def fill_ragged(
+    desc,
+    num_rows,
+    padded_rows,
+    padded_tokens,
+    num_chunks,
+    num_snapshots,
+    row_blocks,
+    parts,
+    VERIFY: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    """A prefill or verify step: program (i, g) has one of these of group g, in this order: TOKENS tokens; ROWS rows
+    and every parts-th part of their table columns; TOKENS convolution chunks; TOKENS snapshots.
+
+    num_snapshots: of the group that has most. Convolution chunks and snapshots past the last one get row -1.
+    """
+    group = desc + STEP_FIELDS + tl.program_id(1) * GROUP_FIELDS
+    is_first = tl.program_id(1) == 0
+    is_state = tl.load(group + IS_STATE)
+    block = tl.program_id(0)
+    token_blocks = (padded_tokens + TOKENS - 1) // TOKENS
+    chunk_blocks = (num_chunks + TOKENS - 1) // TOKENS
+    if block < token_blocks:
+        if is_first | (is_state == 0):
+            _fill_tokens(desc, group, is_first, is_state, block, num_rows, padded_tokens, TOKENS, SEARCH)
+    elif block < token_blocks + row_blocks * parts:
+        block -= token_blocks
+        _fill_rows(
+            desc,
+            group,
+            is_first,
+            is_state,
+            block // parts,
+            block % parts,
+            parts,
+            num_rows,
+            padded_rows,
+            ROWS,
+            COLUMNS,
+            SEARCH,
+            VERIFY,
+        )
+    elif block < token_blocks + row_blocks * parts + chunk_blocks:
+        if is_first:
+            _fill_chunks(desc, block - token_blocks - row_blocks * parts, num_rows, num_chunks, TOKENS, SEARCH)
+    elif is_state != 0:
+        block -= token_blocks + row_blocks * parts + chunk_blocks
+        _fill_snapshots(desc, group, block, num_rows, num_snapshots, TOKENS, SEARCH, VERIFY)

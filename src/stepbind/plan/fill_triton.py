@@ -1,0 +1,236 @@
+"""The host's side of the GPU fill: descriptors, the one copy that lengths may need, and the launch.
+
+After warm-up a decode step costs a look-up of what is remembered for its sizes and one launch. What varies reaches
+the kernel through device memory: the host's tables and lengths are read where they are, through a descriptor that
+says where that is. Descriptors are remembered by their whole content and never rewritten, so that a captured fill
+can rely on its own; a host whose tables stay where they are needs one for each of its table sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from triton.runtime.jit import JITFunction
+
+from stepbind.errors import StepError
+from stepbind.groups import GroupKind
+from stepbind.plan import fill_kernels as kernels
+from stepbind.plan.arena import Arena, check_fits, group_views, num_conv_chunks, num_snapshots, shared_views
+from stepbind.plan.plan import GroupPlan, PagedPlan, Plan, Shared, Sizes
+from stepbind.step import Phase, Step
+
+ROWS = 4
+"""Rows of one program."""
+TOKENS = 128
+"""Tokens (or convolution chunks, or snapshots) of one program."""
+COLUMNS = 128
+"""Table columns that a program copies at once."""
+SEARCH = 128
+"""Rows that a search for a token's row looks at once."""
+SEARCH_DECODE = 256
+"""The same for counting the tokens of a decode step."""
+PROGRAMS = 264
+"""Programs that are worth starting to copy tables: two for each of an H200's 132 multiprocessors."""
+
+MAX_BUCKETS = 1024
+MAX_DESCRIPTORS = 256
+
+
+def fill_triton(step: Step, arena: Arena) -> Plan:
+    """The plan of a step, filled by one launch on the current stream; nothing waits for it.
+
+    One pinned copy carries the lengths where the host has them on the host only, or a descriptor when tables or
+    lengths are at a place seen for the first time; otherwise nothing is copied. A captured fill must need no copy:
+    it raises `StepError` then. Faults are added to `arena.faults`.
+    """
+    check_fits(arena, step)
+    if arena.launcher is None:
+        arena.launcher = Launcher.of(arena)
+    return arena.launcher.fill(step)
+
+
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    """What all steps of the same sizes share: the plan's views, the kernel on its grid, and its last arguments."""
+
+    shared: Shared
+    groups: tuple[GroupPlan, ...]
+    launch: Callable[..., None]
+    arguments: tuple[int | bool, ...]
+
+
+@dataclass(eq=False)
+class Launcher:
+    """What the GPU fill of one arena remembers between steps.
+
+    words: [D] int64, a descriptor on the host; those at `varying` are a step's own (`written`: the last such ones),
+        the others the arena's.
+    upload: [D + max_rows] int64 on the device: the descriptor and lengths of a step that needs a copy.
+    """
+
+    arena: Arena
+    words: npt.NDArray[np.int64]
+    varying: npt.NDArray[np.int64]
+    upload: torch.Tensor
+    buckets: dict[tuple[int, ...], _Bucket]
+    descriptors: dict[tuple[int, ...], torch.Tensor]
+    written: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(arena: Arena) -> Launcher:
+        fields, per_group = kernels.STEP_FIELDS.value, kernels.GROUP_FIELDS.value
+        words = np.zeros(fields + per_group * len(arena.groups), dtype=np.int64)
+        outputs = [values.data_ptr() for values in vars(arena.shared).values()]
+        words[kernels.OUT_QUERY_START.value : kernels.OUT_CHUNK_INDEX.value + 1] = outputs
+        varying = list(range(kernels.OUT_QUERY_START.value))
+        for index, group_plan in enumerate(arena.groups):
+            start = fields + index * per_group
+            words[start : start + per_group] = _group_words(group_plan, arena.faults[index])
+            varying += range(start + kernels.TABLE.value, start + kernels.IDS_PER_BLOCK.value + 1)
+        upload = torch.zeros(words.size + arena.max_rows, dtype=torch.int64, device=arena.device)
+        return Launcher(arena, words, np.array(varying), upload, {}, {})
+
+    def fill(self, step: Step) -> Plan:
+        if step.phase is Phase.DECODE:
+            key: tuple[int, ...] = (step.padded_rows, step.padded_tokens)
+        else:
+            snapshots = _snapshots_of_groups(step)
+            verify = step.phase is Phase.VERIFY
+            key = (step.padded_rows, step.padded_tokens, verify, num_conv_chunks(step), *snapshots)
+        bucket = self.buckets.get(key)
+        if bucket is None:
+            if len(self.buckets) >= MAX_BUCKETS:
+                self.buckets.clear()
+            bucket = self.buckets[key] = self._bucket(step, *key)
+        descriptor = self._descriptor(step)
+        bucket.launch(descriptor, step.num_rows, *bucket.arguments)
+        return Plan(Sizes.of(step), bucket.shared, bucket.groups, self.arena.group_of_layer, descriptor)
+
+    def _bucket(self, step: Step, rows: int, tokens: int, verify: int = 0, chunks: int = 0, *snapshots: int) -> _Bucket:
+        arena = self.arena
+        num_groups = len(arena.groups)
+        counts = snapshots or (0,) * num_groups
+        row_blocks = -(-rows // ROWS)
+        parts = max(1, min(PROGRAMS // (row_blocks * num_groups), -(-_widest_table(arena) // COLUMNS)))
+        arguments: tuple[int | bool, ...]
+        if step.phase is Phase.DECODE:
+            grid = (-(-max(rows, tokens) // ROWS), num_groups, parts)
+            kernel: Any = kernels.fill_decode
+            arguments = (rows, tokens, ROWS, COLUMNS, SEARCH_DECODE)
+        else:
+            items = [tokens, chunks, max(counts)]
+            grid = (sum(-(-count // TOKENS) for count in items) + row_blocks * parts, num_groups, 1)
+            kernel = kernels.fill_ragged
+            arguments = (rows, *items, row_blocks, parts, bool(verify), TOKENS, ROWS, COLUMNS, SEARCH)
+        return _Bucket(
+            shared_views(arena.shared, rows, tokens, chunks),
+            tuple(
+                group_views(group_plan, rows, tokens, arena.max_context, count)
+                for group_plan, count in zip(arena.groups, counts, strict=True)
+            ),
+            _on_grid(kernel, grid, self.upload, step.num_rows, *arguments),
+            arguments,
+        )
+
+    def _descriptor(self, step: Step) -> torch.Tensor:
+        query, prior = step.query_len.device, step.prior_len.device
+        if query is None or prior is None:
+            return self._send(step)
+        key = _varying(step, query.data_ptr(), prior.data_ptr())
+        descriptor = self.descriptors.get(key)
+        if descriptor is None:
+            if len(self.descriptors) >= MAX_DESCRIPTORS:
+                del self.descriptors[next(iter(self.descriptors))]
+            _check_not_capturing(self.arena, "tables or lengths at addresses not filled from before")
+            descriptor = torch.empty(self.words.size, dtype=torch.int64, device=self.arena.device)
+            descriptor.copy_(self._staged(key, ())[: self.words.size], non_blocking=True)
+            self.descriptors[key] = descriptor
+        return descriptor
+
+    def _send(self, step: Step) -> torch.Tensor:
+        """Copy a descriptor and the lengths behind it to the device together."""
+        _check_not_capturing(self.arena, "lengths on the host only")
+        start = self.upload.data_ptr() + 8 * self.words.size
+        key = _varying(step, start, start + 4 * step.num_rows)
+        self.upload.copy_(self._staged(key, (step.query_len.host, step.prior_len.host)), non_blocking=True)
+        return self.upload
+
+    def _staged(self, varying: tuple[int, ...], lengths: tuple[npt.NDArray[np.int32], ...]) -> torch.Tensor:
+        """A descriptor, and lengths behind it, in pinned memory of their own, of the shape of `upload`.
+
+        The copy out of it is not waited for: torch's pinned allocator hands memory out again only when the copies
+        that it saw of it are done.
+        """
+        staged = torch.empty(self.upload.shape, dtype=torch.int64, pin_memory=self.arena.device.type == "cuda")
+        values = staged.numpy()
+        size = self.words.size
+        if varying != self.written:
+            self.words[self.varying] = varying
+            self.written = varying
+        values[:size] = self.words
+        if lengths:
+            behind = values[size:].view(np.int32)
+            end = 0
+            for length in lengths:
+                start, end = end, end + length.size
+                behind[start:end] = length
+        return staged
+
+
+def _snapshots_of_groups(step: Step) -> list[int]:
+    by_size: dict[int, int] = {}
+    for group in step.groups:
+        if group.kind is GroupKind.STATE and group.block_size not in by_size:
+            by_size[group.block_size] = num_snapshots(step, group)
+    return [by_size[group.block_size] if group.kind is GroupKind.STATE else 0 for group in step.groups]
+
+
+def _varying(step: Step, query: int, prior: int) -> tuple[int, ...]:
+    """The fields of a descriptor that are a step's own, in their order."""
+    position = step.position
+    if position is None:
+        return (query, prior, 0, 0, *step.block_tables.fields)
+    return (query, prior, position.data_ptr(), position.element_size(), *step.block_tables.fields)
+
+
+def _group_words(group_plan: GroupPlan, faults: torch.Tensor) -> list[int]:
+    """A group's fields, with 0 for those of its table."""
+    group = group_plan.group
+    is_state = int(group.kind is GroupKind.STATE)
+    sizes = [is_state, group.block_size, group.kernel_block_size, group.num_blocks, group.first_block]
+    words = [*sizes, faults.data_ptr(), 0, 0, 0, 0, 0]
+    if isinstance(group_plan, PagedPlan):
+        table, physical = group_plan.block_table, group_plan.physical_table
+        words += [group_plan.slot.data_ptr(), table.data_ptr(), table.shape[1]]
+        words += [0, 0] if physical is None else [physical.data_ptr(), physical.shape[1]]
+    else:
+        kept = group_plan.snapshots
+        outputs = (group_plan.state_read, group_plan.state_write, kept.row, kept.offset, kept.slot)
+        words += [values.data_ptr() for values in outputs]
+    return words
+
+
+def _widest_table(arena: Arena) -> int:
+    return max([plan.block_table.shape[1] for plan in arena.groups if isinstance(plan, PagedPlan)], default=1)
+
+
+def _on_grid(kernel: Any, grid: tuple[int, int, int], *arguments: Any) -> Callable[..., None]:
+    """The kernel, compiled for such arguments, as a call that launches it on `grid`.
+
+    A compiled kernel's own call skips what a JIT call does each time: binding, specialising and looking itself up.
+    It takes the same arguments, and none of them is specialised on here but the descriptor's alignment. Compiles for
+    the current device, which is the arena's wherever a forward runs.
+    """
+    if not isinstance(kernel, JITFunction):  # Triton's interpreter
+        return kernel[grid]  # type: ignore[no-any-return]
+    return kernel.warmup(*arguments, grid=grid)[grid]  # type: ignore[no-any-return]
+
+
+def _check_not_capturing(arena: Arena, reason: str) -> None:
+    if arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise StepError("step in a graph capture", reason, "device lengths and tables that a fill outside has used")

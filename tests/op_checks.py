@@ -1,0 +1,222 @@
+"""Random steps for the GPU's ops, and what each op must hold: the plain reference's result on the CPU, in float32.
+
+Every cache holds NaN except where the step may read, and ids that a plan must not follow lead to other rows' blocks,
+so that a stray read shows in the output and a stray write in the comparison of the whole cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stepbind.caches import KVPages
+from stepbind.groups import CacheGroup, GroupKind
+from stepbind.ops import triton_attention, triton_cache_write, triton_causal_conv, triton_gated_delta
+from stepbind.ops.decay import Decay
+from stepbind.ops.reference import causal_conv_reference, gated_delta_reference, paged_attention_reference
+from stepbind.plan import PagedPlan, Plan, StatePlan, build_plan, make_arena
+from stepbind.step import Phase, make_step
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Largest difference by dtype, against values of about 1: some units in the last place of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a check runs at. Sizes are small where an interpreter runs it."""
+
+    dtype: torch.dtype = torch.float32
+    kv_heads: int = 2
+    heads_per_kv: int = 3
+    head_dim: int = 24
+    page: int = 16
+    key_heads: int = 2
+    value_heads: int = 4
+    key_dim: int = 16
+    value_dim: int = 24
+    width: int = 4
+    channels: int = 40
+    longest: int = 30
+    contexts: int = 3  # in blocks
+
+
+def random_plan(rng: random.Random, kind: GroupKind, phase: Phase, shape: Shape) -> Plan:
+    """Rows own distinct blocks, some entries are missing, there is padding; columns behind a context are rubbish."""
+    size = rng.choice((1, 2, 4, 16)) if kind is GroupKind.STATE else shape.page * rng.choice((1, 2))
+    kernel = size if kind is GroupKind.STATE else shape.page
+    rows = rng.randint(1, 5)
+    prior = [rng.choice((0, rng.randrange(shape.contexts * size + 1), size, size - 1)) for _ in range(rows)]
+    longest = {Phase.DECODE: 1, Phase.VERIFY: 4, Phase.PREFILL: shape.longest}[phase]
+    query = [rng.randint(1, longest) for _ in range(rows)]
+    columns = max((n + q) // size + q * (phase is Phase.VERIFY) + 1 for n, q in zip(prior, query, strict=True))
+    ids = list(range(1, rows * columns + 1))
+    rng.shuffle(ids)
+    group = CacheGroup("group", kind, (0,), size, kernel, num_blocks=len(ids) + 1)
+    table = torch.tensor(ids, dtype=torch.int32).reshape(rows, columns)
+    for _ in range(rng.choice((0, 0, 2))):
+        table[rng.randrange(rows), rng.randrange(columns)] = rng.choice((-1, 0, len(ids) + 1, 2**31 - 1))
+    step = make_step(
+        [group],
+        phase,
+        query,
+        prior,
+        {"group": table},
+        padded_rows=rows + rng.choice((0, 2)),
+        padded_tokens=sum(query) + rng.choice((0, 3)),
+    )
+    arena = make_arena([group], max_rows=8, max_tokens=step.padded_tokens, max_context=step.max_context + size)
+    plan = build_plan(step, arena, strict=False, triton=False)
+    if kind is GroupKind.ATTENTION:
+        blocks = arena.groups[0].block_table[: step.padded_rows]  # type: ignore[union-attr]
+        behind = torch.arange(blocks.shape[1]) >= -(-plan.shared.context_len[:, None] // kernel)
+        blocks.masked_fill_(behind, rng.randrange(group.num_kernel_blocks))
+        plan = dataclasses.replace(plan, groups=(dataclasses.replace(plan.groups[0], block_table=blocks),))
+    return plan
+
+
+def moved(values: Any, device: torch.device | str) -> Any:
+    """A plan, or a part of one, with its tensors on a device."""
+    if isinstance(values, torch.Tensor):
+        return values.to(device)
+    if isinstance(values, tuple):
+        return tuple(moved(value, device) for value in values)
+    if dataclasses.is_dataclass(values) and not isinstance(values, CacheGroup | type) and hasattr(values, "__dict__"):
+        changed = {field.name: moved(vars(values)[field.name], device) for field in dataclasses.fields(values)}
+        return dataclasses.replace(values, **changed)
+    return values
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.float().cpu(), want.float().cpu(), atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def nan(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def check_attention(seed: int, phase: Phase, shape: Shape, device: str) -> None:
+    """Cache write and paged attention."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    plan = random_plan(rng, GroupKind.ATTENTION, phase, shape)
+    group = plan.groups[0]
+    assert isinstance(group, PagedPlan)
+    blocks, tokens = group.group.num_kernel_blocks, plan.sizes.padded_tokens
+    buffer = nan(blocks, 2, shape.kv_heads, shape.page, shape.head_dim, dtype=shape.dtype)
+    for row, prior in enumerate(plan.shared.prior_len.tolist()):
+        for position in range(prior):
+            block = int(group.block_table[row, position // shape.page])
+            if block >= 0:
+                values = normal(2, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
+                buffer[block, :, :, position % shape.page] = values
+    # [heads, T, D] transposed, as transformers hands them over.
+    key, value = (normal(shape.kv_heads, tokens, shape.head_dim, dtype=shape.dtype).transpose(0, 1) for _ in range(2))
+    query = normal(shape.kv_heads * shape.heads_per_kv, tokens, shape.head_dim, dtype=shape.dtype).transpose(0, 1)
+
+    there = moved(plan, device)
+    on_device = buffer.to(device, copy=True)
+    pages = KVPages(on_device[:, 0], on_device[:, 1])
+    triton_cache_write.write_kv(pages, key.to(device), value.to(device), there.groups[0].slot)
+    for token, slot in enumerate(group.slot.tolist()):
+        if slot >= 0:
+            buffer[slot // shape.page, 0, :, slot % shape.page] = key[token]
+            buffer[slot // shape.page, 1, :, slot % shape.page] = value[token]
+    torch.testing.assert_close(on_device.cpu(), buffer, atol=0, rtol=0, equal_nan=True)
+
+    scale = shape.head_dim**-0.5
+    out = triton_attention.paged_attention(query.to(device), pages, there.groups[0], there.shared, there.sizes, scale)
+    exact = KVPages(buffer[:, 0].float(), buffer[:, 1].float())
+    want = paged_attention_reference(query.float(), exact, group, plan.shared, scale)
+    assert_close(out, want, shape.dtype)
+    assert bool((out[plan.sizes.num_tokens :] == 0).all())
+
+
+def check_convolution(seed: int, phase: Phase, shape: Shape, device: str) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    plan = random_plan(rng, GroupKind.STATE, phase, shape)
+    group = plan.groups[0]
+    assert isinstance(group, StatePlan)
+    history = shape.width - 1
+    conv = nan(group.group.num_blocks, history + 2, shape.channels, dtype=shape.dtype)[:, :history]
+    for slot in group.state_read.tolist():
+        if slot >= 0:
+            conv[slot] = normal(history, shape.channels, dtype=shape.dtype)
+    x = normal(plan.sizes.padded_tokens, shape.channels, dtype=shape.dtype)
+    weight = normal(shape.channels, shape.width, dtype=shape.dtype)
+    bias = rng.choice((None, normal(shape.channels, dtype=shape.dtype)))
+    silu = rng.random() < 0.5
+
+    there, on_device = moved(plan, device), conv.to(device, copy=True)
+    out = triton_causal_conv.causal_conv(
+        x.to(device),
+        weight.to(device),
+        None if bias is None else bias.to(device),
+        on_device,
+        there.groups[0],
+        there.shared,
+        silu,
+    )
+    states = conv.float()
+    exact_bias = None if bias is None else bias.float()
+    want = causal_conv_reference(x.float(), weight.float(), exact_bias, states, group, plan.shared)
+    assert_close(out, torch.nn.functional.silu(want) if silu else want, shape.dtype)
+    assert_close(on_device, states, shape.dtype)
+
+
+Rule = Callable[..., torch.Tensor]
+
+
+def check_gated_delta(
+    seed: int,
+    phase: Phase,
+    shape: Shape,
+    device: str,
+    *,
+    state_dtype: torch.dtype = torch.float32,
+    rule: Rule = triton_gated_delta.recurrent_gated_delta,
+) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    plan = random_plan(rng, GroupKind.STATE, phase, shape)
+    group = plan.groups[0]
+    assert isinstance(group, StatePlan)
+    blocks, tokens = group.group.num_blocks, plan.sizes.padded_tokens
+    recurrent = nan(blocks, shape.value_heads, shape.value_dim, shape.key_dim + 8, dtype=state_dtype)
+    recurrent = recurrent[..., : shape.key_dim]
+    for slot in group.state_read.tolist():
+        if slot >= 0:
+            recurrent[slot] = normal(shape.value_heads, shape.value_dim, shape.key_dim, dtype=state_dtype)
+    # Side by side, as the convolution leaves them.
+    keys, values = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
+    mixed = normal(tokens, 2 * keys + values, dtype=shape.dtype)
+    beta = torch.rand(tokens, shape.value_heads).to(shape.dtype)
+    a_log, dt_bias = torch.rand(shape.value_heads), torch.randn(shape.value_heads)
+    a = normal(tokens, shape.value_heads, dtype=shape.dtype)
+    is_raw = rng.random() < 0.5
+
+    def inputs(mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key, value = mixed.split([keys, keys, values], dim=-1)
+        by_head = (-1, shape.key_dim)
+        return query.unflatten(-1, by_head), key.unflatten(-1, by_head), value.unflatten(-1, (-1, shape.value_dim))
+
+    there, on_device = moved(plan, device), recurrent.to(device, copy=True)
+    raw = Decay(a.to(device), a_log.to(device), dt_bias.to(device))
+    decay = raw if is_raw else raw.computed()
+    out = rule(*inputs(mixed.to(device)), decay, beta.to(device), on_device, there.groups[0], there.shared, there.sizes)
+    states = recurrent.float()
+    exact_decay = Decay(a, a_log, dt_bias).computed()
+    want = gated_delta_reference(*inputs(mixed.float()), exact_decay, beta.float(), states, group, plan.shared)
+    dtype = max(shape.dtype, state_dtype, key=lambda dtype: TOLERANCE[dtype])
+    assert_close(out, want, dtype)
+    assert_close(on_device, states, dtype)
+    assert bool((out[plan.sizes.num_tokens :] == 0).all())

@@ -1,0 +1,147 @@
+"""Compile every kernel ahead of time for NVIDIA and AMD, without a GPU. Prints a line of JSON for each.
+
+A script of its own, because Triton's interpreter and its compiler exclude each other in one process. The ops run on
+CPU tensors at a large model's shapes while their launches are only recorded: what is compiled is what they launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from stepbind.caches import KVPages
+from stepbind.groups import CacheGroup, GroupKind
+from stepbind.ops import fla_gated_delta, triton_attention, triton_cache_write, triton_causal_conv, triton_gated_delta
+from stepbind.ops.decay import Decay
+from stepbind.plan import build_plan, make_arena
+from stepbind.step import Phase, make_step
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    kernel: JITFunction
+    arguments: tuple[Any, ...]
+    options: dict[str, int]
+
+    def source(self) -> ASTSource:
+        """The kernel with its arguments' types, and what Triton notes of them: 1, and multiples of 16."""
+        signature: dict[str, str] = {}
+        constants: dict[Any, Any] = {}
+        attributes: dict[Any, Any] = {}
+        for index, (parameter, value) in enumerate(zip(self.kernel.params, self.arguments, strict=True)):
+            specialise = not (parameter.is_constexpr or parameter.do_not_specialize)
+            if parameter.is_constexpr or (specialise and value is not True and type(value) is int and value == 1):
+                signature[parameter.name] = "constexpr"
+                constants[(index,)] = value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = "*" + TYPES[value.dtype]
+                attributes[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
+            else:
+                signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+                if specialise and value % 16 == 0:
+                    attributes[(index,)] = [["tt.divisibility", 16]]
+        return ASTSource(self.kernel, signature, constants, attributes)
+
+    def key(self) -> str:
+        source = self.source()
+        return f"{self.kernel.__name__} {source.signature} {source.constants} {source.attrs} {self.options}"
+
+
+def recorded(work: Callable[[], None]) -> list[Launch]:
+    """The launches that `work` makes; no kernel runs."""
+    launches: dict[str, Launch] = {}
+
+    class NotLaunched:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *arguments: None
+
+    def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: int) -> NotLaunched:
+        launch = Launch(kernel, arguments, options)
+        launches.setdefault(launch.key(), launch)
+        return NotLaunched()
+
+    patched = JITFunction.run
+    JITFunction.run = record
+    try:
+        work()
+    finally:
+        JITFunction.run = patched
+    return list(launches.values())
+
+
+def run_ops(dtype: torch.dtype, state_dtype: torch.dtype, phase: Phase, rows: int, query: int, context: int) -> None:
+    """Fill and all ops for one layer of each kind, of a model with 16 heads of 256, 2 KV heads, 16 heads of 128."""
+    attention = CacheGroup("attention", GroupKind.ATTENTION, (0,), 64, 16, 1024)
+    state = CacheGroup("state", GroupKind.STATE, (1,), 64, 64, 1024)
+    columns = context // 64 + query + 2
+    tables = {name: torch.ones(rows, columns, dtype=torch.int32) for name in ("attention", "state")}
+    lengths = ([query] * rows, [context] * rows)
+    step = make_step((attention, state), phase, *lengths, tables)
+    arena = make_arena((attention, state), max_rows=rows, max_tokens=rows * query, max_context=context + query)
+    build_plan(step, arena, strict=False, triton=True)
+    plan = build_plan(step, arena, strict=False, triton=False)
+    tokens, shared, sizes = rows * query, plan.shared, plan.sizes
+    paged: Any = plan.groups[0]
+    states: Any = plan.groups[1]
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    pages = empty(attention.num_kernel_blocks, 2, 2, 16, 256)
+    cache = KVPages(pages[:, 0], pages[:, 1])
+    triton_cache_write.write_kv(cache, empty(tokens, 2, 256), empty(tokens, 2, 256), paged.slot)
+    triton_attention.paged_attention(empty(tokens, 16, 256), cache, paged, shared, sizes, 0.0625)
+    mixed = empty(tokens, 6144)
+    conv = empty(16, 3, 6144)
+    triton_causal_conv.causal_conv(mixed, empty(6144, 4), None, conv, states, shared, True)
+    heads = [part.unflatten(-1, (16, 128)) for part in mixed.split(2048, dim=-1)]
+    decay = Decay(empty(tokens, 16), empty(16, dtype=torch.float32), empty(16, dtype=torch.float32))
+    recurrent = empty(16, 16, 128, 128, dtype=state_dtype)
+    triton_gated_delta.recurrent_gated_delta(*heads, decay, empty(tokens, 16), recurrent, states, shared, sizes)
+    if phase is Phase.PREFILL:
+        fla_gated_delta._chunk_function = lambda: lambda *a, **k: (a[2], k["initial_state"])
+        fla_gated_delta.chunked_gated_delta(*heads, decay, empty(tokens, 16), recurrent, states, shared, sizes)
+
+
+def main(target: str) -> None:
+    def work() -> None:
+        run_ops(torch.bfloat16, torch.bfloat16, Phase.DECODE, 256, 1, 512)
+        run_ops(torch.bfloat16, torch.float32, Phase.DECODE, 1, 1, 512)
+        run_ops(torch.bfloat16, torch.float32, Phase.VERIFY, 4, 3, 512)
+        run_ops(torch.bfloat16, torch.float32, Phase.PREFILL, 2, 130, 512)
+        run_ops(torch.float32, torch.float32, Phase.DECODE, 1, 1, 512)
+        run_ops(torch.float32, torch.float32, Phase.PREFILL, 2, 130, 512)
+
+    for launch in recorded(work):
+        compiled = triton.compile(launch.source(), target=TARGETS[target], options=launch.options)
+        line = {"kernel": launch.kernel.__name__, "shared": compiled.metadata.shared, "options": launch.options}
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

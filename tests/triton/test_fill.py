@@ -1,0 +1,101 @@
+"""The fill kernels, in Triton's interpreter, equal the plain reference on random steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepbind.groups import CacheGroup, GroupKind
+from stepbind.plan import Arena, PagedPlan, StatePlan, build_plan, make_arena
+from stepbind.step import BlockTable, Lengths, Phase, Step, make_step
+from tests.fill_checks import check_fill, on_device, poisoned_arena
+from tests.random_steps import steps
+
+
+@settings(max_examples=40)
+@given(steps(), st.booleans())
+def test_the_fill_kernels_equal_the_reference(step: Step, device_lengths: bool) -> None:
+    check_fill(on_device(step, "cpu", device_lengths=device_lengths), poisoned_arena(step))
+
+
+ATTENTION = CacheGroup("attention", GroupKind.ATTENTION, (0,), 4, 2, 100)
+STATE = CacheGroup("state", GroupKind.STATE, (1,), 4, 4, 100)
+
+
+def decode_step(prior: list[int]) -> Step:
+    """Rows with device lengths; row r's blocks are 10r+1, 10r+2, ..."""
+    blocks = torch.tensor([[10 * row + 1 + c for c in range(4)] for row in range(len(prior))], dtype=torch.int32)
+    tables = {"attention": blocks, "state": blocks.clone()}
+    step = make_step((ATTENTION, STATE), Phase.DECODE, [1] * len(prior), prior, tables)
+    return on_device(step, "cpu", device_lengths=True)
+
+
+def arena_for_decode() -> Arena:
+    return make_arena((ATTENTION, STATE), max_rows=8, max_tokens=8, max_context=16)
+
+
+def test_a_step_at_known_addresses_and_sizes_makes_no_tensor() -> None:
+    arena = arena_for_decode()
+    first, step = build_plan(decode_step([3, 5]), arena, triton=True), decode_step([4, 9])
+    build_plan(step, arena, triton=True)
+    launcher = arena.launcher
+    assert launcher is not None
+    buckets, descriptors = dict(launcher.buckets), dict(launcher.descriptors)
+    again = build_plan(dataclasses.replace(step), arena, triton=True)
+    assert (launcher.buckets, launcher.descriptors) == (buckets, descriptors)
+    assert again.shared is first.shared
+    assert again.groups is first.groups
+    assert any(again.descriptor is descriptor for descriptor in descriptors.values())
+
+
+def test_a_replayed_launch_sees_what_the_host_changed_in_place() -> None:
+    """What a captured graph does: the same kernel on the same descriptor, with other lengths and tables in them."""
+    arena, step = arena_for_decode(), decode_step([3, 5, 6])
+    plan = build_plan(step, arena, triton=True)
+    assert step.prior_len.device is not None
+    assert step.query_len.device is not None
+    step.query_len.device[2] = 0  # the third row is padding now
+    step.prior_len.device.copy_(torch.tensor([4, 1, 0]))
+    step.tables[0].blocks[0, 1] = 77
+    step.tables[1].blocks[0, 1] = 78
+    launcher = arena.launcher
+    assert launcher is not None
+    bucket = next(iter(launcher.buckets.values()))
+    bucket.launch(plan.descriptor, 3, *bucket.arguments)
+    paged, state = plan.groups
+    assert isinstance(paged, PagedPlan)
+    assert isinstance(state, StatePlan)
+    assert plan.shared.context_len.tolist() == [5, 2, 0]
+    assert plan.shared.row_of_token.tolist() == [0, 1, -1]
+    assert paged.slot.tolist() == [77 * 4, 11 * 4 + 1, -1]
+    assert state.state_read.tolist() == [1, 11, -1]
+    assert state.state_write.tolist() == [78, 11, -1]
+
+
+def test_descriptors_of_moved_tables_do_not_disturb_each_other() -> None:
+    arena = arena_for_decode()
+    step = decode_step([3, 5])
+    plan = build_plan(step, arena, triton=True)
+    assert plan.descriptor is not None
+    before = plan.descriptor.clone()
+    moved = tuple(BlockTable(t.group, t.blocks.clone(), t.granularity) for t in step.tables)
+    other = build_plan(dataclasses.replace(step, tables=moved), arena, triton=True)
+    assert other.descriptor is not plan.descriptor
+    assert torch.equal(plan.descriptor, before)
+
+
+def test_device_lengths_beyond_the_arena_write_nothing_outside_of_it() -> None:
+    """A device copy that disagrees with the host's lengths gives wrong numbers, never a stray write."""
+    step = decode_step([3, 5])
+    wild = Lengths(step.prior_len.host, torch.tensor([10**9, 2**31 - 8], dtype=torch.int32))
+    long = Lengths(step.query_len.host, torch.tensor([7, 5], dtype=torch.int32))
+    arena = poisoned_arena(step)
+    plan = build_plan(dataclasses.replace(step, prior_len=wild, query_len=long), arena, triton=True, strict=False)
+    assert (arena.shared.row_of_token[2:] == 77).all()
+    paged = plan.groups[0]
+    assert isinstance(paged, PagedPlan)
+    assert paged.slot.tolist()[0] == -1
+    assert int(paged.block_table.max()) < ATTENTION.num_kernel_blocks

@@ -1,0 +1,68 @@
+"""The GPU's ops, in Triton's interpreter, equal the plain reference on random steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepbind.ops import fla_gated_delta, triton_attention
+from stepbind.step import Phase
+from tests.chunk_stand_in import chunk_gated_delta_rule
+from tests.op_checks import Shape, check_attention, check_convolution, check_gated_delta
+
+seeds = st.integers(0, 2**32)
+phases = st.sampled_from(Phase)
+dtypes = st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))
+SMALL = Shape(longest=8, key_heads=1, value_heads=2)  # the interpreter takes every token of every head on its own
+
+
+# Not bfloat16: the interpreter multiplies its bits as integers.
+@settings(max_examples=20)
+@given(seeds, phases, st.sampled_from((torch.float32, torch.float16)))
+def test_cache_write_and_paged_attention_equal_the_reference(seed: int, phase: Phase, dtype: torch.dtype) -> None:
+    check_attention(seed, phase, Shape(dtype=dtype), "cpu")
+
+
+@settings(max_examples=15)
+@given(seeds)
+def test_decode_with_its_context_in_one_part_is_the_same(seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "PROGRAMS", 1)
+        check_attention(seed, Phase.DECODE, Shape(), "cpu")
+
+
+@settings(max_examples=6)
+@given(seeds)
+def test_decode_merges_many_parts(seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "PROGRAMS", 10**6)
+        patch.setattr(triton_attention, "MERGED_AT_ONCE", 2)
+        check_attention(seed, Phase.DECODE, Shape(contexts=20), "cpu")
+
+
+@settings(max_examples=30)
+@given(seeds, phases, dtypes)
+def test_the_convolution_equals_the_reference(seed: int, phase: Phase, dtype: torch.dtype) -> None:
+    check_convolution(seed, phase, Shape(dtype=dtype), "cpu")
+
+
+@settings(max_examples=20)
+@given(seeds, phases, dtypes, st.sampled_from((torch.float32, torch.bfloat16)))
+def test_the_gated_delta_rule_equals_the_reference(
+    seed: int, phase: Phase, dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    shape = dataclasses.replace(SMALL, dtype=dtype)
+    check_gated_delta(seed, phase, shape, "cpu", state_dtype=state_dtype)
+
+
+@settings(max_examples=12)
+@given(seeds)
+def test_the_rounds_of_chunked_prefill_equal_the_reference(seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fla_gated_delta, "_chunk_function", lambda: chunk_gated_delta_rule)
+        rule = fla_gated_delta.chunked_gated_delta
+        check_gated_delta(seed, Phase.PREFILL, dataclasses.replace(SMALL, longest=40), "cpu", rule=rule)
