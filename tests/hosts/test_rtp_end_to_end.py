@@ -116,7 +116,7 @@ def cases() -> Iterator[tuple[str, str, bool, int, tuple[int, int]]]:
             yield family, ("older", "newer")[turn % 2], turn // 2 % 2 == 0, groups, SIZES[turn % 3]
 
 
-@pytest.mark.parametrize(("family", "generation", "graphs", "groups", "sizes"), cases())
+@pytest.mark.parametrize(("family", "generation", "graphs", "groups", "sizes"), list(cases()))
 def test_greedy_tokens_equal_transformers(
     family: str, generation: str, graphs: bool, groups: int, sizes: tuple[int, int]
 ) -> None:

@@ -101,8 +101,8 @@ def positions_of(query: list[int], prior: list[int]) -> torch.Tensor:
 def random_pass(
     rng: random.Random, *, groups: int, ratio: int, compact: bool = False, size: int = 8
 ) -> tuple[SimpleNamespace, torch.Tensor]:
-    """A good pass: every needed block is there. The first table is in kernel blocks (not if `compact`), with the store's
-    physical one beside it half of the time; group 0 is the attention group."""
+    """A good pass: every needed block is there. The first table is in kernel blocks (not if `compact`), the store's
+    physical one beside it half of the time. Group 0 is the attention group."""
     prefill, rows = rng.random() < 0.5, rng.randint(1, 6)
     prior = [rng.randint(0 if prefill else 1, 40) for _ in range(rows)]
     query = [rng.randint(1, 20) if prefill else 1 for _ in range(rows)]
