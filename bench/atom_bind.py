@@ -158,9 +158,7 @@ def main() -> None:
         reference = modules.reference_module()
         before = vars(torch.cuda).get("is_current_stream_capturing")
         if reference is not None:
-            torch.cuda.is_current_stream_capturing = lambda: (
-                False
-            )  # a CPU build has none
+            torch.cuda.is_current_stream_capturing = lambda: False  # a CPU build has none
         try:
             rows = [row(case, reference) for case in CASES]
         finally:

@@ -11,10 +11,20 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from stepbind.errors import StepError
+from stepbind.hosts.rtp_llm.groups import GroupSource
 from stepbind.targets.atom import api as atom
 from stepbind.targets.atom.assemble import attention_metadata, gdn_metadata, state_caches
 from stepbind.targets.atom.groups import AtomGroups, atom_groups
-from stepbind.targets.atom.memory import Attached, LayerMaps, cache_key, cache_tensors, collect_layers, layer_numbers
+from stepbind.targets.atom.memory import (
+    Attached,
+    AttachPoint,
+    LayerMaps,
+    attach_points,
+    cache_key,
+    cache_tensors,
+    collect_layers,
+    layer_numbers,
+)
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import Computed, PlanBuffers, compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import AtomPass, read
@@ -25,10 +35,13 @@ from stepbind.targets.atom.states import state_slots_of_layer
 class _Kept:
     """What is kept on a runtime between passes, beside what ATOM's own bridge keeps there."""
 
+    held: list[Any] = field(default_factory=list)  # what the ids in the cache signature are of
     groups: AtomGroups | None = None
     groups_key: object = None
-    buffers: PlanBuffers = field(default_factory=PlanBuffers)
+    sources: tuple[GroupSource, ...] = ()
+    buffers: PlanBuffers = field(default_factory=PlanBuffers)  # for `sources`
     numbers: tuple[LayerMaps, list[int]] | None = None  # layer numbers of these layer maps
+    points: tuple[dict[int, Any], list[AttachPoint]] | None = None  # of these layers
 
 
 @dataclass(frozen=True)
@@ -106,9 +119,8 @@ class RTPForwardContext:
             raise StepError("positions", "none", "one for each new token")
         maps = layer_maps or collect_layers(model, api)
         kept = _kept_on(runtime)
-        key = _cache_key(kept, runtime.kv_cache, maps)
-        tensors = _tensors(runtime, key, maps, api)
-        groups = _groups(kept, runtime, key, maps, host)
+        tensors = _tensors(kept, runtime, maps, api)
+        groups = _groups(kept, runtime, maps, host)
         computed, captured = _compute(cls.profile, kept, inputs, host, positions, groups, cg_max_seq_len, strict)
         caches = state_caches(host, computed)
         gdn = gdn_metadata(host, computed, groups, api, caches) if maps[0] else None
@@ -128,7 +140,7 @@ class RTPForwardContext:
                 positions=positions, is_prefill=host.is_prefill, batch_size=host.num_rows, graph_bs=host.num_rows
             ),
             num_tokens=positions.numel(),
-            mla_layer_map=maps[2] if cls.profile.latent_layers else {},
+            mla_layer_map=maps[2] if cls.profile.latent_layers else _NO_LAYERS,
         )
 
     @classmethod
@@ -157,7 +169,8 @@ class RTPForwardContext:
         api, attached = atom.atom_api(), Attached()
         before = api.cache_context.kv_cache_data
         try:
-            attached.attach(context.mla_layer_map, context.kv_cache_data, context.rtp_seq_size_per_block, api.fp8)
+            points = _points(runtime, context.mla_layer_map)
+            attached.attach(points, context.kv_cache_data, context.rtp_seq_size_per_block, api.fp8)
             with _ambient(api, context):
                 yield
         finally:
@@ -177,6 +190,9 @@ class RTPForwardQwen35HybridContext(RTPForwardContext):
     """Hybrids of Gated DeltaNet and full attention."""
 
     profile: ClassVar[Profile] = HYBRID
+
+
+_NO_LAYERS: dict[int, Any] = {}
 
 
 class _Bound(threading.local):
@@ -248,31 +264,36 @@ def _kept_on(runtime: Any) -> _Kept:
     return kept  # type: ignore[no-any-return]
 
 
-def _cache_key(kept: _Kept, kv_cache: Any, maps: LayerMaps) -> tuple[Any, ...]:
+def _tensors(kept: _Kept, runtime: Any, maps: LayerMaps, api: atom.AtomApi) -> dict[str, Any]:
+    """Cache views, kept on the runtime under the reference's names (seed behaviour 18)."""
     if kept.numbers is None or kept.numbers[0] is not maps:
         kept.numbers = (maps, layer_numbers(maps))
-    return cache_key(kv_cache, kept.numbers[1])
+    key, held = cache_key(runtime.kv_cache, kept.numbers[1])
+    tensors: dict[str, Any] | None = getattr(runtime, "_rtp_kv_cache_data", None)
+    if tensors is None or key != getattr(runtime, "_rtp_kv_cache_signature", None):
+        tensors = cache_tensors(runtime.kv_cache, maps, api)
+        runtime._rtp_kv_cache_data, runtime._rtp_kv_cache_signature = tensors, key
+        kept.held, kept.groups = held, None
+    return tensors
 
 
-def _tensors(runtime: Any, key: tuple[Any, ...], maps: LayerMaps, api: atom.AtomApi) -> dict[str, Any]:
-    """Cache views, kept on the runtime under the reference's names (seed behaviour 18)."""
-    kept: dict[str, Any] | None = getattr(runtime, "_rtp_kv_cache_data", None)
-    if kept is None or getattr(runtime, "_rtp_kv_cache_signature", None) != key:
-        kept = runtime._rtp_kv_cache_data = cache_tensors(runtime.kv_cache, maps, api)
-        runtime._rtp_kv_cache_signature = key
-    return kept
+def _points(runtime: Any, latent: dict[int, Any]) -> list[AttachPoint]:
+    kept = _kept_on(runtime)
+    if kept.points is None or kept.points[0] is not latent:
+        kept.points = (latent, attach_points(latent))
+    return kept.points[1]
 
 
-def _groups(kept: _Kept, runtime: Any, cache: tuple[Any, ...], maps: LayerMaps, host: AtomPass) -> AtomGroups:
+def _groups(kept: _Kept, runtime: Any, maps: LayerMaps, host: AtomPass) -> AtomGroups:
     """Groups, kept while the host's map, sizes and buffers are the same (seed behaviour 19: by content)."""
     numbers = _layer_numbers(runtime, host.layer_to_group)
     kv_cache = runtime.kv_cache
     sizes = (getattr(kv_cache, "seq_size_per_block", None), getattr(kv_cache, "kernel_seq_size_per_block", None))
-    key = (numbers, sizes, host.tags, len(host.tables), cache)
+    key = (numbers, sizes, host.tags, len(host.tables))
     if kept.groups is None or key != kept.groups_key:
         groups = atom_groups(kv_cache, maps, host, numbers)
-        if kept.groups is None or kept.groups.sources != groups.sources:
-            kept.buffers = PlanBuffers()
+        if kept.sources != groups.sources:
+            kept.buffers, kept.sources = PlanBuffers(), groups.sources
         kept.groups, kept.groups_key = groups, key
         runtime._rtp_layer_group_map = groups.layer_to_group
     return kept.groups

@@ -20,13 +20,20 @@ from stepbind.targets.atom.read import AtomPass
 class AtomGroups:
     """sources: a cache group for each of the host's groups and each kind of layer in it. block_size and
     kernel_block_size: of the first group, in tokens. layer_to_group: the host's number of each layer's group, as the
-    pass says it (empty where there is one). state_groups: numbers of the groups that have Gated DeltaNet layers."""
+    pass says it (empty where there is one). state_groups: numbers of the groups that have Gated DeltaNet layers.
+    first_slots, first_states: the first of the host's groups taken for one of attention, and for a recurrent one, in
+    blocks of `block_size`: what the reference's fields of the first group are read with. has_kernel_blocks: whether any
+    group has kernel blocks smaller than its physical ones. fewest_blocks: of all pools."""
 
     sources: tuple[GroupSource, ...]
     block_size: int
     kernel_block_size: int
     layer_to_group: dict[int, int]
     state_groups: tuple[int, ...]
+    first_slots: CacheGroup
+    first_states: CacheGroup
+    has_kernel_blocks: bool
+    fewest_blocks: int
 
 
 def block_sizes(kv_cache: Any, tag: str | None) -> tuple[int, int]:
@@ -63,7 +70,23 @@ def atom_groups(kv_cache: Any, maps: LayerMaps, host: AtomPass, layer_to_group: 
         sources.append(GroupSource(group, number, is_shared))
     block_size, kernel = block_sizes(kv_cache, host.tags[0] if host.tags else None)
     state_groups = tuple(dict.fromkeys(number for number, kind in members if kind is GroupKind.STATE))
-    return AtomGroups(tuple(sources), block_size, kernel, dict(enumerate(layer_to_group)), state_groups)
+    blocks = max((source.group.num_blocks for source in sources if source.table == 0), default=2)
+    first_slots, first_states = (
+        CacheGroup("group 0", kind, (0,), block_size, block_size, blocks)
+        for kind in (GroupKind.ATTENTION, GroupKind.STATE)
+    )
+    layers_of = dict(enumerate(layer_to_group))
+    return AtomGroups(
+        tuple(sources),
+        block_size,
+        kernel,
+        layers_of,
+        state_groups,
+        first_slots,
+        first_states,
+        has_kernel_blocks=any(source.group.ratio > 1 for source in sources),
+        fewest_blocks=min((source.group.num_blocks for source in sources), default=0),
+    )
 
 
 def granularity(source: GroupSource, host: AtomPass, profile: Profile, max_context: int | None) -> Granularity:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import repeat
+from operator import attrgetter, is_, is_not
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,22 +51,20 @@ def layer_numbers(maps: LayerMaps) -> list[int]:
     return sorted({*maps[0], *maps[1], *maps[2]})
 
 
-def cache_key(kv_cache: Any, numbers: list[int]) -> tuple[Any, ...]:
+def cache_key(kv_cache: Any, numbers: list[int]) -> tuple[tuple[Any, ...], list[Any]]:
     """All that the views bake in of the buffers of these layers: pointer, shape, stride, offset, dtype, device, of
-    the scales too (seed behaviour 18)."""
-    key: list[Any] = [id(kv_cache)]
-    get = kv_cache.get_layer_cache
-    for number in numbers:
-        cache = get(number)
-        base = getattr(cache, "kv_cache_base", None)
-        if base is None:
-            key.append(None)
-            continue
-        key += (base.data_ptr(), base.shape, base.stride(), base.storage_offset(), base.dtype, base.device)
-        scale = getattr(cache, "kv_scale_base", None)
-        if scale is not None and scale.numel() > 0:
-            key += (number, scale.data_ptr(), scale.shape, scale.stride(), scale.dtype)
-    return tuple(key)
+    the scales too (seed behaviour 18); and what has to be held while the key is kept.
+
+    A tensor object that is held stands for its stride, offset, dtype and device itself: whoever changes those makes a
+    new one. Its pointer and shape can change in place (`set_`, `resize_`).
+    """
+    caches = list(map(kv_cache.get_layer_cache, numbers))
+    buffers = [cache.kv_cache_base for cache in caches]
+    scales = [getattr(cache, "kv_scale_base", None) for cache in caches]
+    if not all(map(is_, scales, repeat(None))) or not all(map(is_not, buffers, repeat(None))):
+        buffers = [buffer for buffer in (*buffers, *scales) if buffer is not None]
+    places = map(torch.Tensor.data_ptr, buffers)
+    return (id(kv_cache), *map(id, buffers), *places, *map(attrgetter("shape"), buffers)), [kv_cache, *buffers]
 
 
 def cache_tensors(kv_cache: Any, maps: LayerMaps, api: AtomApi) -> dict[str, Any]:
@@ -111,6 +111,28 @@ def _gdn_views(base: torch.Tensor, module: Any, number: int) -> tuple[torch.Tens
     return slots.conv.transpose(1, 2), slots.recurrent
 
 
+class AttachPoint(NamedTuple):
+    """Where a sparse MLA layer keeps its caches. owner: the inner attention, or the layer itself. holder: what has the
+    list of its indexer's caches, None where there is none. dim: of an index key, 0 for none."""
+
+    number: int
+    owner: Any
+    holder: Any
+    dim: int
+
+
+def attach_points(latent: dict[int, Any]) -> list[AttachPoint]:
+    points = []
+    for number, layer in latent.items():
+        owner = getattr(layer, "mla_attn", layer)
+        indexer = getattr(layer, "indexer", None)
+        if indexer is None:
+            indexer = getattr(owner, "indexer", None)
+        dim = int(getattr(indexer, "head_dim", 0) or 0)
+        points.append(AttachPoint(number, owner, getattr(indexer, "k_cache", None), dim))
+    return points
+
+
 class Attached:
     """Sparse MLA layers' caches in their places, and what stood there before (seed behaviour 20)."""
 
@@ -118,17 +140,14 @@ class Attached:
         self._attributes: list[tuple[Any, Any]] = []
         self._entries: list[tuple[list[Any], Any]] = []
 
-    def attach(self, latent: dict[int, Any], tensors: dict[str, Any], block_size: int, fp8: torch.dtype) -> None:
-        for number, layer in latent.items():
+    def attach(self, points: list[AttachPoint], tensors: dict[str, Any], block_size: int, fp8: torch.dtype) -> None:
+        for number, owner, holder, dim in points:
             tensor = tensors.get(f"layer_{number}")
             if tensor is None:
                 continue
-            owner = getattr(layer, "mla_attn", layer)
             self._attributes.append((owner, getattr(owner, "kv_cache", None)))
-            owner.kv_cache = tensor.k_cache
-            indexer = getattr(layer, "indexer", None) or getattr(owner, "indexer", None)
-            slot = getattr(getattr(indexer, "k_cache", None), "kv_cache", None)
-            dim = int(getattr(indexer, "head_dim", 0) or 0)
+            _set(owner, tensor.k_cache)
+            slot = getattr(holder, "kv_cache", None)
             if not isinstance(slot, list) or not slot or dim <= 0:
                 continue
             if block_size <= 0:
@@ -141,14 +160,23 @@ class Attached:
         for slot, before in reversed(self._entries):
             slot[0] = before
         for owner, before in reversed(self._attributes):
-            owner.kv_cache = before
+            _set(owner, before)
+
+
+def _set(owner: Any, cache: Any) -> None:
+    """owner.kv_cache = cache, past `nn.Module`'s bookkeeping where that has nothing to do with it."""
+    attributes = vars(owner)
+    if "kv_cache" in attributes:
+        attributes["kv_cache"] = cache
+    else:
+        owner.kv_cache = cache
 
 
 def index_keys(owner: Any, base: torch.Tensor, dim: int, block_size: int, fp8: torch.dtype) -> torch.Tensor:
     """The fp8 index keys [tokens, 1, dim + 4 rounded up to 16] of a layer, kept on it while they fit its cache."""
     shape = (base.shape[0] * block_size, 1, -(-(dim + 4) // 16) * 16)
-    kept = getattr(owner, "_rtp_indexer_kv_cache", None)
-    if kept is None or tuple(kept.shape) != shape or kept.device != base.device or kept.dtype != fp8:
+    kept = vars(owner).get("_rtp_indexer_kv_cache")
+    if kept is None or kept.shape != shape or kept.dtype != fp8 or kept.device != base.device:
         kept = torch.empty(shape, device=base.device, dtype=fp8)
         owner._rtp_indexer_kv_cache = kept
     return kept  # type: ignore[no-any-return]

@@ -9,19 +9,20 @@ import numpy as np
 import torch
 
 from stepbind.errors import StepError
-from stepbind.groups import CacheGroup, GroupKind
+from stepbind.groups import GroupKind
 from stepbind.hosts.rtp_llm.groups import GroupSource
 from stepbind.hosts.rtp_llm.reader import read_pass
 from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
 from stepbind.plan import Arena, build_plan, make_arena
 from stepbind.plan.plan import Plan
 from stepbind.step import INT32_MAX, Granularity, Step
+from stepbind.targets.atom.computed import Computed
+from stepbind.targets.atom.decode import usual_decode
 from stepbind.targets.atom.groups import AtomGroups, granularity
 from stepbind.targets.atom.metadata import Profile
 from stepbind.targets.atom.read import (
     AtomPass,
     Numbers,
-    Offsets,
     context_lengths,
     numbers,
     prefix_of,
@@ -30,34 +31,10 @@ from stepbind.targets.atom.read import (
 )
 from stepbind.targets.atom.shared import SharedValues, of_plan, on_host
 from stepbind.targets.atom.tables import to_physical
-from stepbind.targets.atom.values import GroupTable, GroupValues, Rows, from_plan, look_up, slots, values_of
+from stepbind.targets.atom.values import GroupTable, GroupValues, Rows, from_plan, slots_at, values_of
 
 MIN_ROWS = 256
 """Rows that buffers are made for at least."""
-
-
-@dataclass(frozen=True, eq=False)
-class Computed:
-    """All that ATOM's metadata is made of. B rows, T tokens.
-
-    query_start_host: the host's own offsets, for Gated DeltaNet. seq_lens: [B] int32 context lengths. max_query,
-    max_context, total_context: tokens. block_table: [B, C] int32, slot_mapping: [T] int64, both of the first group as
-    the reference has them. state_read, state_write: [B] int32, of the first group too.
-    """
-
-    is_dummy: bool
-    num_tokens: int
-    shared: SharedValues
-    query_start_host: Offsets
-    seq_lens: torch.Tensor
-    max_query: int
-    max_context: int
-    total_context: int
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    groups: tuple[GroupValues, ...]
-    state_read: torch.Tensor | None
-    state_write: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -112,6 +89,9 @@ def compute_on_host(
     host: AtomPass, positions: torch.Tensor, profile: Profile, groups: AtomGroups, strict: bool | None, budget: int
 ) -> Computed:
     """From values that are on the host. `budget`: context of a dummy pass, at least 1."""
+    computed = None if host.is_prefill else usual_decode(host, positions, profile, groups)
+    if computed is not None:
+        return computed
     seq_lens = context_lengths(host, profile, in_graph=host.graph_flag)
     context = numbers(seq_lens)
     assert context is not None
@@ -120,33 +100,59 @@ def compute_on_host(
     num_tokens = positions.numel()
     own_start = query_start_of(host)
     query_start = query_start_for(host, num_tokens, own_start)
-    prior = _prior(host)
-    max_query = 1 if num_tokens == host.num_rows else int(np.diff(query_start).max())
-    rows = Rows(prior, query_start)
-    shared = on_host(query_start, host.is_prefill)
+    rows = Rows.of(context - 1 if seq_lens is host.plus_one and not host.is_prefill else _prior(host), query_start)
     tokens = max(longest, 1)
     tables = [_group_table(source, host, profile, tokens) for source in groups.sources]
+    has_states = bool(groups.state_groups)
+    if has_states and 0 not in groups.state_groups:  # the reference's fields are the first group's all the same
+        tables.append(GroupTable(0, groups.first_states, host.tables[0], Granularity.PHYSICAL, False))
     values = values_of(tables, rows, strict=_is_strict(strict, host, is_dummy))
     block_table = first_table(host, profile, groups, tokens)
-    first = GroupTable(0, first_pool(groups), block_table, Granularity.PHYSICAL)
-    row = None if num_tokens == host.num_rows else shared.row_of_token.numpy().astype(np.int64)
-    slot_mapping = torch.from_numpy(slots(first, row, positions.numpy().astype(np.int64)))
-    read, write = _first_states(host, groups, values, rows)
+    read, write = _first_states(values) if has_states else (None, None)
     return Computed(
         is_dummy=is_dummy,
         num_tokens=num_tokens,
-        shared=shared,
+        shared=on_host(rows, host.is_prefill, profile.sparse_fields),
         query_start_host=own_start,
         seq_lens=seq_lens,
-        max_query=max(max_query, 1),
+        max_query=max(int(rows.query.max()), 1),
         max_context=budget if is_dummy else longest,
         total_context=int(context.sum()),
         block_table=block_table,
-        slot_mapping=slot_mapping,
-        groups=values,
+        slot_mapping=_first_slots_on_host(positions, profile, groups, tables, values, rows, block_table),
+        groups=values[: len(groups.sources)],
         state_read=read,
         state_write=write,
     )
+
+
+def _first_slots_on_host(
+    positions: torch.Tensor,
+    profile: Profile,
+    groups: AtomGroups,
+    tables: list[GroupTable],
+    values: tuple[GroupValues, ...],
+    rows: Rows,
+    block_table: torch.Tensor,
+) -> torch.Tensor:
+    """Slots of the `positions` in the first group's table, in physical blocks. Where positions count tokens they are
+    those of the group itself."""
+    given = positions.numpy().astype(np.int32, copy=False)
+    if given.tobytes() == rows.token.tobytes():
+        for table, group in zip(tables, values, strict=True):
+            physical = profile.physical_table or table.granularity is Granularity.PHYSICAL
+            if table.number == 0 and group.slot_mapping is not None and physical:
+                return group.slot_mapping
+    first = GroupTable(0, groups.first_slots, block_table, Granularity.PHYSICAL)
+    return torch.from_numpy(slots_at(first, rows.row_of_token, given))
+
+
+def _first_states(values: tuple[GroupValues, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """State slots of the first of the host's groups, which is what the reference's one field holds."""
+    for group in values:
+        if group.number == 0 and group.kind is GroupKind.STATE:
+            return group.state_read, group.state_write
+    return None, None
 
 
 def _group_table(source: GroupSource, host: AtomPass, profile: Profile, max_context: int) -> GroupTable:
@@ -189,29 +195,6 @@ def first_granularity(host: AtomPass, profile: Profile, groups: AtomGroups, max_
         if source.table == 0:
             return granularity(source, host, profile, max_context)
     return Granularity.PHYSICAL
-
-
-def first_pool(groups: AtomGroups) -> CacheGroup:
-    """The pool that the first table's ids are of, read in blocks of the first group's size."""
-    blocks = max((source.group.num_blocks for source in groups.sources if source.table == 0), default=2)
-    size = groups.block_size
-    return CacheGroup("group 0", GroupKind.ATTENTION, (0,), size, size, blocks)
-
-
-def _first_states(
-    host: AtomPass, groups: AtomGroups, values: tuple[GroupValues, ...], rows: Rows
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """State slots of the first group, which is what the reference's one field holds; it may be no recurrent one."""
-    if not groups.state_groups:
-        return None, None
-    for group in values:
-        if group.number == 0 and group.kind is GroupKind.STATE:
-            return group.state_read, group.state_write
-    table = GroupTable(0, first_pool(groups), host.tables[0], Granularity.PHYSICAL)
-    last = rows.prior.astype(np.int64) + np.diff(rows.query_start) - 1
-    read = look_up(table, None, (rows.prior.astype(np.int64) - 1) // groups.block_size)
-    write = look_up(table, None, last // groups.block_size)
-    return torch.from_numpy(read), torch.from_numpy(write)
 
 
 def compute_by_plan(

@@ -7,9 +7,8 @@ profile (seed behaviours 2 and 3). On a GPU values come from the host's mirrors 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,7 @@ Offsets = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 """int32 where the host gave them, int64 where they are sums: the reference's dtypes, which ATOM's readers get."""
 
 
-@dataclass(frozen=True, eq=False)
-class AtomPass:
+class AtomPass(NamedTuple):
     """One pass of B rows, as the host has it. tables: the kernel table of each of its groups; store: the first group's
     physical one. Tensors without elements are None."""
 

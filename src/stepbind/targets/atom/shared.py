@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from stepbind.plan.plan import CONV_CHUNK, Plan
 from stepbind.targets.atom.read import Offsets
+from stepbind.targets.atom.values import Rows
 
 
-@dataclass(frozen=True, eq=False)
-class SharedValues:
-    """B rows, T tokens. query_start: [B+1] int32 or int64. row_of_token, span_start, span_end: [T] int32."""
+class SharedValues(NamedTuple):
+    """B rows, T tokens. query_start: [B+1] int32 or int64. row_of_token, span_start, span_end: [T] int32, the last two
+    in prefill alone; none of the three where nobody reads them."""
 
     query_start: torch.Tensor
-    row_of_token: torch.Tensor
-    span_start: torch.Tensor | None  # prefill
+    row_of_token: torch.Tensor | None
+    span_start: torch.Tensor | None
     span_end: torch.Tensor | None
 
 
@@ -33,21 +33,16 @@ def upto(count: int) -> torch.Tensor:
     return _UPTO[:count]
 
 
-def on_host(query_start: Offsets, is_prefill: bool) -> SharedValues:
-    rows, tokens = query_start.size - 1, int(query_start[-1])
-    query = torch.from_numpy(query_start)
-    if tokens == rows:
-        row_of_token = upto(rows)
-        start = row_of_token
-    else:
-        lengths = np.diff(query_start)
-        row_of_token = torch.from_numpy(np.repeat(np.arange(rows, dtype=np.int32), lengths))
-        start = row_of_token
-        if is_prefill:
-            start = torch.from_numpy(np.repeat(query_start[:-1].astype(np.int32), lengths))
+def on_host(rows: Rows, is_prefill: bool, with_tokens: bool) -> SharedValues:
+    """`with_tokens`: what there is one of for each token too."""
+    query_start = torch.from_numpy(rows.query_start)
+    if not with_tokens:
+        return SharedValues(query_start, None, None, None)
+    row = torch.from_numpy(upto(rows.row.size).numpy().repeat(rows.query))
     if not is_prefill:
-        return SharedValues(query, row_of_token, None, None)
-    return SharedValues(query, row_of_token, start, upto(tokens + 1)[1:])
+        return SharedValues(query_start, row, None, None)
+    start = torch.from_numpy(rows.query_start[:-1].astype(np.int32).repeat(rows.query))
+    return SharedValues(query_start, row, start, upto(row.shape[0] + 1)[1:])
 
 
 def of_plan(plan: Plan, is_prefill: bool, dtype: torch.dtype) -> SharedValues:
@@ -60,11 +55,14 @@ def of_plan(plan: Plan, is_prefill: bool, dtype: torch.dtype) -> SharedValues:
 def conv_programs(query_start: Offsets, device: torch.device) -> tuple[dict[int, Any], torch.Tensor, torch.Tensor]:
     """Which row and which chunk of 8 tokens each program of ATOM's varlen convolution has (seed behaviour 10): counts
     by chunk size, and the two lists [max(1024, programs) * 2] int32 on the device, -1 behind the last program."""
-    counts = -(-np.diff(query_start) // CONV_CHUNK)  # of the offsets' dtype, as the reference has it
-    total = int(counts.sum())
-    row = np.repeat(np.arange(counts.size), counts)
-    chunk = (np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.int32)
-    lists = np.full((2, 2 * max(1024, total)), -1, dtype=np.int32)
+    counts = (query_start[1:] - query_start[:-1] + (CONV_CHUNK - 1)) // CONV_CHUNK  # of the offsets' dtype
+    end = counts.cumsum()
+    total = int(end[-1])
+    row = np.arange(counts.size).repeat(counts)
+    chunk = np.arange(total, dtype=np.int32)
+    chunk -= (end - counts).astype(np.int32).repeat(counts)
+    lists = np.empty((2, 2 * max(1024, total)), dtype=np.int32)
+    lists[:, total:] = -1
     lists[0, :total] = row
     lists[1, :total] = chunk
     both = torch.from_numpy(lists)

@@ -1,13 +1,13 @@
 """What the layers of each group read: slots of tokens, and slots that states are read from and written to.
 
-`values_of` computes them on the CPU with few array operations, all groups together where they can be; the values are
-those of the plan (`from_plan`), which is what a GPU uses, and tests hold one to the other.
+`values_of` computes them on the CPU, for any pass, good or bad; `decode.py` does for most passes in fewer operations.
+The values are those of the plan (`from_plan`), which is what a GPU uses; tests hold one to the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,13 @@ from stepbind.errors import BlockFaultError
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.plan.plan import PagedPlan, Plan
 from stepbind.step import Granularity
-from stepbind.targets.atom.read import Numbers, Offsets
+from stepbind.targets.atom.read import Offsets
 
 Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, eq=False)
-class GroupValues:
+class GroupValues(NamedTuple):
     """One cache group in a pass of B rows and T tokens. number: the host's. block_table: [B, C] int32 as the host has
     it. slot_mapping: [T] int64, of attention and MLA groups; state_read and state_write: [B] int32, of Gated DeltaNet
     groups. -1 means none in all of them."""
@@ -37,56 +37,79 @@ class GroupValues:
     state_write: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class GroupTable:
-    """A group's table on the host: ids [B, C], and what they count."""
+class GroupTable(NamedTuple):
+    """A group's table on the host: ids [B, C], and what they count. is_needed: whether missing blocks are faults."""
 
     number: int
     group: CacheGroup
     blocks: torch.Tensor
     granularity: Granularity
+    is_needed: bool = True
 
     @property
     def ids_per_block(self) -> int:
         return self.group.ratio if self.granularity is Granularity.KERNEL else 1
 
+    @property
+    def tokens_per_entry(self) -> int:
+        return self.group.block_size // self.ids_per_block
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Lengths of a pass, on the host: prior [B] tokens in the cache, query_start [B+1] offsets of the new ones."""
 
-    prior: Numbers
+class Rows(NamedTuple):
+    """Lengths of a pass of B rows and T tokens, on the host. prior: [B] tokens in the cache; query: [B] new ones, and
+    query_start: [B+1] their offsets. row: 0 .. B-1; row_of_token and token: [T] row of each new token and its number in
+    there."""
+
+    prior: Int64
+    query: Int64
     query_start: Offsets
+    row: Int64
+    row_of_token: Int64
+    token: Int32
+
+    @staticmethod
+    def of(prior: npt.NDArray[np.integer], query_start: Offsets) -> Rows:
+        wide = prior.astype(np.int64)
+        row, query = upto(wide.size), (query_start[1:] - query_start[:-1]).astype(np.int64)
+        if query_start[-1] == wide.size:
+            return Rows(wide, query, query_start, row, row, wide.astype(np.int32))
+        token = (wide - query_start[:-1]).astype(np.int32).repeat(query)
+        token += upto(token.size)
+        return Rows(wide, query, query_start, row, row.repeat(query), token)
 
     @property
-    def is_decode(self) -> bool:
-        """One new token in every row."""
-        return int(self.query_start[-1]) == self.prior.size
+    def last(self) -> Int64:
+        """[B] number of each row's last new token."""
+        return self.prior + self.query - 1
+
+
+_UPTO = [np.arange(1024)]
+
+
+def upto(count: int) -> Int64:
+    """0 .. count-1; nobody writes to it."""
+    if count > _UPTO[0].size:
+        _UPTO[0] = np.arange(2 * count)
+    return _UPTO[0][:count]
 
 
 def values_of(tables: Sequence[GroupTable], rows: Rows, *, strict: bool) -> tuple[GroupValues, ...]:
     """Of every group. Raises `BlockFaultError` where `strict` and a needed block is missing or out of range."""
-    last = rows.prior.astype(np.int64)
-    token = last
-    row: Int64 | None = None
-    if not rows.is_decode:
-        query = np.diff(rows.query_start)
-        row = np.repeat(np.arange(query.size), query)
-        token = last[row] + np.arange(row.size) - rows.query_start[row]
-        last = last + query - 1
     results, faults = [], []
-    columns: dict[int, tuple[Int64, Int64]] = {}
+    states = iter(_states_of([table for table in tables if table.group.kind is GroupKind.STATE], rows))
     for table in tables:
-        if table.group.kind is GroupKind.STATE:
-            size = table.group.block_size
-            if size not in columns:
-                columns[size] = (rows.prior - 1) // size, last // size
-            values, bad = _state_values(table, rows, *columns[size])
+        number, group, blocks, _, is_needed = table
+        if group.kind is GroupKind.STATE:
+            read, write = next(states)
+            missing = ((write < 0) | ((rows.prior > 0) & (read < 0))) if min(read.min(), write.min()) < 0 else None
+            pair = torch.from_numpy(read), torch.from_numpy(write)
+            results.append(GroupValues(number, group.kind, group.layers, blocks, None, *pair))
         else:
-            values, bad = _paged_values(table, row, token)
-        results.append(values)
-        if bad:
-            faults.append(f"{bad} in {table.group.name!r}")
+            slot = slots_at(table, rows.row_of_token, rows.token)
+            missing = slot < 0 if slot.min() < 0 else None
+            results.append(GroupValues(number, group.kind, group.layers, blocks, torch.from_numpy(slot)))
+        if missing is not None and missing.any() and is_needed:
+            faults.append(f"{int(missing.sum())} in {group.name!r}")
     if faults and strict:
         raise BlockFaultError(
             "block tables", f"entries missing or out of range: {'; '.join(faults)}", "a block for every new token"
@@ -94,71 +117,48 @@ def values_of(tables: Sequence[GroupTable], rows: Rows, *, strict: bool) -> tupl
     return tuple(results)
 
 
-def _state_values(table: GroupTable, rows: Rows, read: Int64, write: Int64) -> tuple[GroupValues, int]:
-    read_slot = look_up(table, None, read)
-    write_slot = look_up(table, None, write)
-    bad = 0
-    if write_slot.min() < 0 or read_slot.min() < 0:
-        bad = int(((write_slot < 0) | ((rows.prior > 0) & (read_slot < 0))).sum())
-    values = GroupValues(
-        table.number,
-        table.group.kind,
-        table.group.layers,
-        table.blocks,
-        state_read=torch.from_numpy(read_slot),
-        state_write=torch.from_numpy(write_slot),
-    )
-    return values, bad
+def _states_of(tables: Sequence[GroupTable], rows: Rows) -> Int32:
+    """[groups, 2, B] physical blocks that states are read from and written to; -1 for none. Columns are found once for
+    all tables of the same block size."""
+    out = np.empty((len(tables), 2, rows.row.size), dtype=np.int32)
+    columns: dict[int, Int64] = {}
+    for blocks, table in zip(out, tables, strict=True):
+        size, ids = table.group.block_size, table.ids_per_block
+        column = columns.get(size)
+        if column is None:
+            column = columns[size] = np.stack([rows.prior - 1, rows.last]) // size
+        entry = _ids_at(table, rows.row, column * ids if ids > 1 else column)
+        blocks[...] = entry // np.int32(ids) if ids > 1 else entry  # -1 stays -1
+    return out
 
 
-def _paged_values(table: GroupTable, row: Int64 | None, token: Int64) -> tuple[GroupValues, int]:
-    slot = slots(table, row, token)
-    bad = int((slot < 0).sum()) if slot.min() < 0 else 0
-    values = GroupValues(
-        table.number, table.group.kind, table.group.layers, table.blocks, slot_mapping=torch.from_numpy(slot)
-    )
-    return values, bad
-
-
-def slots(table: GroupTable, row: Int64 | None, token: Int64) -> Int64:
-    """[T] int64 slots of tokens (`token`: number within its row; row None: one token a row), -1 for none."""
-    size = table.group.block_size
-    column, offset = np.divmod(token, size)
-    if table.ids_per_block > 1:
-        kernel = table.group.kernel_block_size
-        column = column * table.ids_per_block + offset // kernel
-        block = look_up_ids(table, row, column, table.ids_per_block).astype(np.int64)
-        slot = block * kernel + token % kernel
-    else:
-        block = look_up_ids(table, row, column, 1).astype(np.int64)
-        slot = block * size + offset
+def slots_at(table: GroupTable, row: Int64, token: Int32) -> Int64:
+    """[T] int64 slots of tokens (`token`: number within the row); -1 for none."""
+    size = np.int32(table.tokens_per_entry)
+    column = token // size  # in 32 bits: it is several times as fast, and no context is that long
+    block = _ids_at(table, row, column)
+    slot = block.astype(np.int64)
+    slot -= column
+    slot *= size
+    slot += token
     if block.min() < 0:
         slot[block < 0] = -1
     return slot
 
 
-def look_up(table: GroupTable, row: Int64 | None, column: Int64) -> Numbers:
-    """Physical blocks at (row, column), column in physical blocks; -1 for none."""
-    ids = table.ids_per_block
-    if ids == 1:
-        return look_up_ids(table, row, column, 1)
-    entry = look_up_ids(table, row, column * ids, ids)
-    return np.where(entry >= 0, entry // ids, -1)
-
-
-def look_up_ids(table: GroupTable, row: Int64 | None, column: Int64, ids_per_block: int) -> Numbers:
+def _ids_at(table: GroupTable, row: Int64, column: Int64 | Int32) -> Int32:
     """Entries at (row, column); -1 where the column is outside of the table or the id is no block of the pool."""
-    blocks = table.blocks.numpy()
-    rows, columns = blocks.shape
-    if row is None:
-        row = np.arange(rows)
-    if column.min() < 0 or column.max() >= columns:
-        inside = (column >= 0) & (column < columns)
-        entry = blocks[row, np.where(inside, column, 0)]
-        entry[~inside] = -1
-    else:
-        entry = blocks[row, column]
-    first, end = table.group.first_block * ids_per_block, table.group.num_blocks * ids_per_block
+    blocks, ids = table.blocks.numpy(), table.ids_per_block
+    columns = blocks.shape[1]
+    outside = None
+    unsigned = np.uint32 if column.dtype == np.int32 else np.uint64
+    if column.view(unsigned).max() >= columns:  # as unsigned numbers, negative ones are beyond it too
+        outside = (column < 0) | (column >= columns)
+        column = np.where(outside, 0, column).astype(column.dtype)
+    entry: Int32 = blocks.take(row * columns + column)
+    if outside is not None:
+        entry[outside] = -1
+    first, end = table.group.first_block * ids, table.group.num_blocks * ids
     if entry.min() < first or entry.max() >= end:
         entry[(entry < first) | (entry >= end)] = -1
     return entry
@@ -170,8 +170,8 @@ def from_plan(plan: Plan, numbers: Sequence[int], tables: Sequence[torch.Tensor]
     for number, blocks, group_plan in zip(numbers, tables, plan.groups, strict=True):
         group = group_plan.group
         if isinstance(group_plan, PagedPlan):
-            results.append(GroupValues(number, group.kind, group.layers, blocks, slot_mapping=group_plan.slot))
+            results.append(GroupValues(number, group.kind, group.layers, blocks, group_plan.slot))
         else:
             read, write = group_plan.state_read, group_plan.state_write
-            results.append(GroupValues(number, group.kind, group.layers, blocks, state_read=read, state_write=write))
+            results.append(GroupValues(number, group.kind, group.layers, blocks, None, read, write))
     return tuple(results)

@@ -1,0 +1,34 @@
+"""All that ATOM's metadata is made of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from stepbind.targets.atom.read import Offsets
+from stepbind.targets.atom.shared import SharedValues
+from stepbind.targets.atom.values import GroupValues
+
+
+class Computed(NamedTuple):
+    """All that ATOM's metadata is made of. B rows, T tokens.
+
+    query_start_host: the host's own offsets, for Gated DeltaNet. seq_lens: [B] int32 context lengths. max_query,
+    max_context, total_context: tokens. block_table: [B, C] int32, slot_mapping: [T] int64, both of the first group as
+    the reference has them. state_read, state_write: [B] int32, of the first group too.
+    """
+
+    is_dummy: bool
+    num_tokens: int
+    shared: SharedValues
+    query_start_host: Offsets
+    seq_lens: torch.Tensor
+    max_query: int
+    max_context: int
+    total_context: int
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    groups: tuple[GroupValues, ...]
+    state_read: torch.Tensor | None
+    state_write: torch.Tensor | None
