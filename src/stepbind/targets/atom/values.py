@@ -118,18 +118,48 @@ def values_of(tables: Sequence[GroupTable], rows: Rows, *, strict: bool) -> tupl
 
 
 def _states_of(tables: Sequence[GroupTable], rows: Rows) -> Int32:
-    """[groups, 2, B] physical blocks that states are read from and written to; -1 for none. Columns are found once for
-    all tables of the same block size."""
+    """[groups, 2, B] physical blocks that states are read from and written to; -1 for none. Places are found once for
+    all tables of the same shape and block size, and looked at together."""
     out = np.empty((len(tables), 2, rows.row.size), dtype=np.int32)
-    columns: dict[int, Int64] = {}
-    for blocks, table in zip(out, tables, strict=True):
-        size, ids = table.group.block_size, table.ids_per_block
-        column = columns.get(size)
-        if column is None:
-            column = columns[size] = np.stack([rows.prior - 1, rows.last]) // size
-        entry = _ids_at(table, rows.row, column * ids if ids > 1 else column)
-        blocks[...] = entry // np.int32(ids) if ids > 1 else entry  # -1 stays -1
+    if not tables:
+        return out
+    places: dict[tuple[int, int, int], tuple[Int64, npt.NDArray[np.bool_] | None]] = {}
+    absent = []
+    for found, table in zip(out, tables, strict=True):
+        blocks, ids = table.blocks.numpy(), table.ids_per_block
+        key = (blocks.shape[1], table.group.block_size, ids)
+        if key not in places:
+            places[key] = _state_places(rows, *key)
+        at, outside = places[key]
+        blocks.take(at, out=found, mode="clip")
+        if ids > 1:
+            found //= ids  # -1 stays -1
+        absent.append(outside)
+    lowest, highest = out.min(), out.max()
+    for found, table, outside in zip(out, tables, absent, strict=True):
+        first, end = table.group.first_block, table.group.num_blocks
+        if lowest < first or highest >= end:
+            found[(found < first) | (found >= end)] = -1
+        if outside is not None:
+            found[outside] = -1
     return out
+
+
+def _state_places(rows: Rows, columns: int, size: int, ids: int) -> tuple[Int64, npt.NDArray[np.bool_] | None]:
+    """[2, B] flat indices, in a table of so many columns, of the blocks of the last token in the cache and of the last
+    new one; and which of them are outside of the table."""
+    at = np.empty((2, rows.row.size), dtype=np.int64)
+    np.subtract(rows.prior, 1, out=at[0])
+    at[1] = rows.last
+    at //= size
+    if ids > 1:
+        at *= ids
+    outside = None
+    if at.view(np.uint64).max() >= columns:  # as unsigned numbers, negative ones are beyond it too
+        outside = (at < 0) | (at >= columns)
+        at[outside] = 0
+    at += rows.row * columns
+    return at, outside
 
 
 def slots_at(table: GroupTable, row: Int64, token: Int32) -> Int64:
