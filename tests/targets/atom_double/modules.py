@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -169,11 +170,16 @@ class ForwardContext:
 
 @dataclass
 class Ambient:
-    """ATOM's ambient state: the forward context and the cache map beside it."""
+    """ATOM's ambient state: the forward context, one for each thread that set it so, and the cache map beside it."""
 
     forward: ForwardContext = field(default_factory=ForwardContext)
     caches: ForwardContext = field(default_factory=ForwardContext)
+    local: threading.local = field(default_factory=threading.local)
     config: Any = field(default_factory=lambda: SimpleNamespace(kv_cache_block_size=0))
+
+    def get_forward_context(self) -> ForwardContext:
+        own: ForwardContext | None = getattr(self.local, "ctx", None)
+        return self.forward if own is None else own
 
     def set_forward_context(self, attn_metadata: Any, atom_config: Any, context: Any, num_tokens: int) -> None:
         self.forward = ForwardContext(attn_metadata, self.caches.kv_cache_data, context, num_tokens, atom_config)
@@ -209,7 +215,8 @@ def _modules(ambient: Ambient) -> dict[str, dict[str, Any]]:
             "AttentionMetaData": AttentionMetaData,
             "Context": Context,
             "_forward_kv_cache_context": ambient.caches,
-            "get_forward_context": lambda: ambient.forward,
+            "_forward_context_local": ambient.local,
+            "get_forward_context": ambient.get_forward_context,
             "reset_forward_context": ambient.reset_forward_context,
             "set_forward_context": ambient.set_forward_context,
             "set_kv_cache_data": ambient.set_kv_cache_data,

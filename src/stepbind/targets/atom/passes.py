@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from stepbind.hosts.rtp_llm.groups import GroupSource
 from stepbind.hosts.rtp_llm.reader import read_pass
 from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
 from stepbind.plan import Arena, build_plan, make_arena
-from stepbind.plan.plan import Plan
 from stepbind.step import INT32_MAX, Granularity, Step
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.decode import usual_decode
@@ -155,7 +154,7 @@ def _first_states(values: tuple[GroupValues, ...]) -> tuple[torch.Tensor | None,
     return None, None
 
 
-def _group_table(source: GroupSource, host: AtomPass, profile: Profile, max_context: int) -> GroupTable:
+def _group_table(source: GroupSource, host: AtomPass, profile: Profile, max_context: int | None) -> GroupTable:
     """A group's own table; where the first one's fields come from the store's table, so does this."""
     if source.table == 0 and profile.physical_table and host.store is not None:
         return GroupTable(0, source.group, host.store, Granularity.PHYSICAL)
@@ -208,11 +207,15 @@ def compute_by_plan(
 ) -> Computed:
     """An eager pass from its plan. Slots of the first group are those of the first one that has any. Faults are
     counted in the arena."""
-    options = _said(host, profile, groups, None)
+    tables = [_group_table(source, host, profile, _longest(host)) for source in groups.sources]
     pass_ = read_pass(inputs, num_tokens=num_tokens)
+    chosen = {table.number: table.blocks for table in tables}
+    own = [replace(table, blocks=chosen.get(number, table.blocks)) for number, table in enumerate(pass_.tables)]
+    options = StepOptions(granularity={table.group.name: table.granularity for table in tables})
+    pass_ = replace(pass_, tables=tuple(own))
     step = step_of(pass_, groups.sources, buffers.scratch_for(host), INT32_MAX, options)
     plan = build_plan(step, buffers.eager_arena(step), strict=False)
-    sizes, values = plan.sizes, _group_values(plan, host, groups)
+    sizes, values = plan.sizes, from_plan(plan, [table.number for table in tables], [table.blocks for table in tables])
     read, write = _first_state_slots(values)
     own_start = query_start_of(host)
     return Computed(
@@ -246,9 +249,11 @@ def compute_captured(
         raise StepError("cg_max_seq_len", max_context, "the longest context of a replay, in tokens")
     rows = host.num_rows
     pass_ = read_pass(inputs, is_graph=True, num_tokens=rows)
-    step = step_of(pass_, groups.sources, buffers.scratch_for(host), max_context, _said(host, profile, groups, None))
+    said = {source.group.name: granularity(source, host, profile, None) for source in groups.sources}
+    step = step_of(pass_, groups.sources, buffers.scratch_for(host), max_context, StepOptions(granularity=said))
     plan = build_plan(step, buffers.captured_arena(step, max_context), strict=False)
-    values = _group_values(plan, host, groups)
+    table_numbers = [source.table for source in groups.sources]
+    values = from_plan(plan, table_numbers, [host.tables[number] for number in table_numbers])
     read, write = _first_state_slots(values)
     upto_rows = buffers.upto(rows + 1, step.device)
     return Computed(
@@ -268,12 +273,6 @@ def compute_captured(
     )
 
 
-def _said(host: AtomPass, profile: Profile, groups: AtomGroups, max_context: int | None) -> StepOptions:
-    """The granularity of each group's table."""
-    said = {source.group.name: granularity(source, host, profile, max_context) for source in groups.sources}
-    return StepOptions(granularity=said)
-
-
 def _captured_table(host: AtomPass, profile: Profile, groups: AtomGroups, buffers: PlanBuffers) -> torch.Tensor:
     """The first group's table: never the store's, which replay does not refresh (seed behaviour 6)."""
     table, ratio = host.tables[0], groups.block_size // groups.kernel_block_size
@@ -283,9 +282,13 @@ def _captured_table(host: AtomPass, profile: Profile, groups: AtomGroups, buffer
     return to_physical(table, ratio, Granularity.KERNEL, out)
 
 
-def _group_values(plan: Plan, host: AtomPass, groups: AtomGroups) -> tuple[GroupValues, ...]:
-    numbers_ = [source.table for source in groups.sources]
-    return from_plan(plan, numbers_, [host.tables[number] for number in numbers_])
+def _longest(host: AtomPass) -> int | None:
+    """The longest context by host lengths, at least 1; None where those are on the device alone."""
+    if not host.is_prefill:
+        sequence = numbers(host.sequence_len)
+        return None if sequence is None else int(sequence.max()) + 1
+    prefix, new = numbers(prefix_of(host, device_first=False)), numbers(host.input_len)
+    return None if prefix is None or new is None else max(int((prefix + new).max()), 1)
 
 
 def _first_slots(values: tuple[GroupValues, ...]) -> torch.Tensor:

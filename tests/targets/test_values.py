@@ -1,0 +1,121 @@
+"""The three ways to compute a pass agree: the plan's values, the general way on the CPU, and the usual decode's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from stepbind.targets import atom
+from stepbind.targets.atom import context as atom_context
+from stepbind.targets.atom import passes
+from stepbind.targets.atom.computed import Computed
+from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
+from stepbind.targets.atom.passes import PlanBuffers, compute_by_plan, compute_captured, compute_on_host
+from stepbind.targets.atom.read import read
+from tests.targets.atom_double.modules import atom_installed
+from tests.targets.atom_double.passes import hybrid_model, latent_model, plain_model, random_pass, runtime_for
+
+MODELS: list[tuple[Any, Any, Profile]] = [
+    (atom.RTPForwardContext, plain_model, PLAIN),
+    (atom.RTPForwardMLAContext, latent_model, SPARSE_MLA),
+    (atom.RTPForwardQwen35HybridContext, hybrid_model, HYBRID),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double() -> Iterator[None]:
+    with atom_installed():
+        yield
+
+
+class Pass:
+    def __init__(self, seed: int, which: int, ratio: int, *, holes: bool = False) -> None:
+        rng = random.Random(seed)
+        self.cls, model, self.profile = MODELS[which]
+        groups = rng.choice((1, 3)) if which == 2 else 1
+        self.inputs, self.positions = random_pass(rng, groups=groups, ratio=ratio, compact=which == 2)
+        if holes:
+            for table in (self.inputs.attention_inputs.kv_cache_kernel_block_id_device_by_group or [])[1:]:
+                table[rng.randrange(table.shape[0]), rng.randrange(table.shape[1])] = rng.choice((-1, 0, 1000))
+        self.model = model()
+        runtime = runtime_for(self.model, 8, 8 // ratio, 100)
+        self.host = read(self.inputs)
+        maps = self.cls.collect_layer_maps(self.model)
+        kept = atom_context._kept_on(runtime)
+        atom_context._tensors(kept, runtime, maps, atom_context.atom.atom_api())
+        self.groups = atom_context._groups(kept, runtime, maps, self.host)
+
+    def general(self, monkeypatch: pytest.MonkeyPatch) -> Computed:
+        with monkeypatch.context() as patch:
+            patch.setattr(passes, "usual_decode", lambda *arguments: None)
+            return compute_on_host(self.host, self.positions, self.profile, self.groups, False, 64)
+
+    def fast(self) -> Computed:
+        return compute_on_host(self.host, self.positions, self.profile, self.groups, False, 64)
+
+    def by_plan(self) -> Computed:
+        tokens = self.positions.numel()
+        return compute_by_plan(self.inputs, self.host, tokens, self.profile, self.groups, PlanBuffers(), 64)
+
+    def captured(self) -> Computed:
+        return compute_captured(self.inputs, self.host, self.profile, self.groups, PlanBuffers(), 64)
+
+
+def assert_same(got: Any, want: Any, name: str = "") -> None:
+    if isinstance(want, torch.Tensor):
+        assert got is not None, name
+        assert (got.dtype, got.tolist()) == (want.dtype, want.tolist()), name
+    elif hasattr(want, "_asdict"):
+        for field, value in want._asdict().items():
+            assert_same(getattr(got, field), value, f"{name}.{field}")
+    elif isinstance(want, tuple):
+        assert len(got) == len(want)
+        for index, value in enumerate(want):
+            assert_same(got[index], value, f"{name}[{index}]")
+    elif hasattr(want, "tolist"):
+        assert (got.dtype, got.tolist()) == (want.dtype, want.tolist()), name
+    else:
+        assert got == want, name
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("holes", [False, True])
+def test_the_usual_decode_equals_the_general_way(which: int, holes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = 0
+    for seed in range(150):
+        case = Pass(seed, which, 1, holes=holes)
+        usual = None
+        if not case.host.is_prefill:
+            usual = passes.usual_decode(case.host, case.positions, case.profile, case.groups)
+        taken += usual is not None
+        assert_same(case.fast(), case.general(monkeypatch))
+    assert taken > 20
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_the_plans_values_equal_those_of_the_cpu(which: int, ratio: int) -> None:
+    for seed in range(40):
+        case = Pass(seed, which, ratio, holes=True)
+        planned, direct = case.by_plan(), case.fast()
+        assert_same(planned.groups, direct.groups, "groups")
+        for field in ("seq_lens", "max_query", "max_context", "total_context", "num_tokens", "query_start_host"):
+            assert_same(getattr(planned, field), getattr(direct, field), field)
+        for field, value in direct.shared._asdict().items():
+            if value is not None:
+                assert_same(getattr(planned.shared, field), value, field)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_captured_values_equal_the_eager_ones(which: int) -> None:
+    for seed in range(60):
+        case = Pass(seed, which, 1)
+        if case.host.is_prefill or case.host.plus_one is None:
+            continue
+        captured, eager = case.captured(), case.fast()
+        assert_same(captured.groups, eager.groups, "groups")
+        assert_same(captured.seq_lens, eager.seq_lens)
