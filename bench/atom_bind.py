@@ -156,7 +156,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with modules.atom_installed():
         reference = modules.reference_module()
-        before = vars(torch.cuda).get("is_current_stream_capturing")
+        before: Any = vars(torch.cuda).get("is_current_stream_capturing")
         if reference is not None:
             torch.cuda.is_current_stream_capturing = lambda: False  # a CPU build has none
         try:

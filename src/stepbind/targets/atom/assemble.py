@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from stepbind.targets.atom.api import AtomApi
+from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups
 from stepbind.targets.atom.metadata import (
     AiterFlashAttentionMetadataForPluginMode,
     AiterFlashAttentionPhaseMetadata,
     Profile,
 )
-from stepbind.targets.atom.passes import Computed, PlanBuffers
+from stepbind.targets.atom.passes import PlanBuffers
 from stepbind.targets.atom.read import AtomPass, numbers, prefix_of
 from stepbind.targets.atom.shared import conv_programs
 from stepbind.targets.atom.tables import to_kernel

@@ -14,6 +14,7 @@ from stepbind.errors import StepError
 from stepbind.hosts.rtp_llm.groups import GroupSource
 from stepbind.targets.atom import api as atom
 from stepbind.targets.atom.assemble import attention_metadata, gdn_metadata, state_caches
+from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups, atom_groups
 from stepbind.targets.atom.memory import (
     Attached,
@@ -26,7 +27,7 @@ from stepbind.targets.atom.memory import (
     layer_numbers,
 )
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
-from stepbind.targets.atom.passes import Computed, PlanBuffers, compute_by_plan, compute_captured, compute_on_host
+from stepbind.targets.atom.passes import PlanBuffers, compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import AtomPass, read
 from stepbind.targets.atom.states import state_slots_of_layer
 
@@ -258,10 +259,10 @@ def _compute(
 
 
 def _kept_on(runtime: Any) -> _Kept:
-    kept = getattr(runtime, "_stepbind_kept", None)
+    kept: _Kept | None = getattr(runtime, "_stepbind_kept", None)
     if kept is None:
         kept = runtime._stepbind_kept = _Kept()
-    return kept  # type: ignore[no-any-return]
+    return kept
 
 
 def _tensors(kept: _Kept, runtime: Any, maps: LayerMaps, api: atom.AtomApi) -> dict[str, Any]:
@@ -307,8 +308,8 @@ def _layer_numbers(runtime: Any, tensor: torch.Tensor | None) -> tuple[int, ...]
         runtime._rtp_layer_group_map_signature = numbers
         return numbers
     key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-    kept = getattr(runtime, "_stepbind_layer_numbers", None)
+    kept: tuple[Any, tuple[int, ...], torch.Tensor] | None = getattr(runtime, "_stepbind_layer_numbers", None)
     if kept is None or kept[0] != key:  # a device tensor is read once
         kept = runtime._stepbind_layer_numbers = (key, tuple(tensor.tolist()), tensor)
         runtime._rtp_layer_group_map_signature = kept[1]
-    return kept[1]  # type: ignore[no-any-return]
+    return kept[1]

@@ -46,7 +46,8 @@ def usual_decode(host: AtomPass, positions: torch.Tensor, profile: Profile, grou
     if blocks is None:
         return None
     values, first = _values(tokens[1], tables, groups, blocks)
-    if first is None or values[first].slot_mapping is None:
+    slot_mapping = None if first is None else values[first].slot_mapping
+    if first is None or slot_mapping is None:
         return None
     has_states = bool(groups.state_groups)
     return Computed(
@@ -59,7 +60,7 @@ def usual_decode(host: AtomPass, positions: torch.Tensor, profile: Profile, grou
         max_context=int(context.max()),
         total_context=int(context.sum()),
         block_table=tables[first],
-        slot_mapping=values[first].slot_mapping,
+        slot_mapping=slot_mapping,
         groups=tuple(values),
         state_read=torch.from_numpy(blocks[first, 0]) if has_states else None,
         state_write=torch.from_numpy(blocks[first, 1]) if has_states else None,

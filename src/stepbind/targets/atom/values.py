@@ -184,7 +184,8 @@ def _ids_at(table: GroupTable, row: Int64, column: Int64 | Int32) -> Int32:
     unsigned = np.uint32 if column.dtype == np.int32 else np.uint64
     if column.view(unsigned).max() >= columns:  # as unsigned numbers, negative ones are beyond it too
         outside = (column < 0) | (column >= columns)
-        column = np.where(outside, 0, column).astype(column.dtype)
+        column = column.copy()
+        column[outside] = 0
     entry: Int32 = blocks.take(row * columns + column)
     if outside is not None:
         entry[outside] = -1
