@@ -20,6 +20,7 @@ import torch._dynamo
 from stepbind.bind import bind
 from stepbind.caches import Caches
 from stepbind.hosts.local.rows import DecodeRows
+from stepbind.models.experts import capturable_experts
 from stepbind.plan import Arena, build_plan
 from stepbind.step import Lengths, Phase, Step, make_step
 
@@ -114,7 +115,7 @@ class DecodeGraphs:
         """What is captured: fill, forward, choice, and the rows' advance."""
         rows, size = self._rows, step.num_rows
         plan = build_plan(step, self._arena)
-        with bind(plan, self._caches, self._model), self._capturable_experts(), self._layers_compiled():
+        with bind(plan, self._caches, self._model), capturable_experts(self._model), self._layers_compiled():
             out = self._model(
                 input_ids=rows.token[:size][None].long(), position_ids=plan.shared.position[None], use_cache=False
             )
@@ -123,24 +124,6 @@ class DecodeGraphs:
         rows.token[:size] = best
         rows.prior_len[:size] += rows.query_len[:size]
         return logits, torch.cat([best, self._arena.faults.flatten()])
-
-    @contextmanager
-    def _capturable_experts(self) -> Iterator[None]:
-        """Experts by an implementation that a capture can hold: transformers' "eager" one looks at the routing on the
-        host, and its "grouped_mm" one does for float32, which the grouped product has no GPU kernel for."""
-        config = self._model.config
-        before = config._experts_implementation
-        if before == "batched_mm" or (before == "grouped_mm" and self._model.dtype is not torch.float32):
-            yield
-            return
-        if not any(type(module).__name__.endswith("Experts") for module in self._model.modules()):
-            yield
-            return
-        self._model.set_experts_implementation("batched_mm")
-        try:
-            yield
-        finally:
-            self._model.set_experts_implementation(before)
 
     @contextmanager
     def _layers_compiled(self) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from rtp_llm.ops.compute_ops import PyModelOutputs
 from stepbind.hosts.rtp_llm.binding import RtpBinding
 from stepbind.hosts.rtp_llm.steps import StepOptions
 from stepbind.models.adapt import adapted
+from stepbind.models.experts import capturable_experts
 
 
 class PassHandle:
@@ -54,6 +56,7 @@ class StepbindRuntime(GptModelBase):  # type: ignore[misc]
         self._binding = RtpBinding(
             causal_model, max_rows=max_generate_batch_size, max_context=config.max_seq_len, options=options
         )
+        self._pool: torch.cuda.MemPool | None = None
         self._scopes = ExitStack()
         self._scopes.enter_context(adapted(causal_model))
 
@@ -77,11 +80,22 @@ class StepbindRuntime(GptModelBase):  # type: ignore[misc]
     def forward(self, inputs: Any, fmha_impl: PassHandle | None = None) -> Any:
         """`PyModelOutputs` of one pass: hidden states [T, hidden size]. Raises `StepError` as `RtpBinding.bind`."""
         is_graph = fmha_impl is not None and fmha_impl.is_cuda_graph
-        with self._binding.bind(inputs, is_graph=is_graph) as context:
+        with self._captured() if is_graph else nullcontext(), self._binding.bind(inputs, is_graph=is_graph) as context:
             out = self.causal_model.get_decoder()(
                 **_tokens(inputs), position_ids=context.plan.shared.position[None], use_cache=False
             )
         return PyModelOutputs(out.last_hidden_state[0])
+
+    @contextmanager
+    def _captured(self) -> Iterator[None]:
+        """A pass that is captured, or its warm-up: memory that nobody else gets later, since RTP does not capture
+        through torch's own graph pool, and experts that a capture can hold."""
+        with ExitStack() as scopes:
+            if next(self.causal_model.parameters()).is_cuda:
+                self._pool = self._pool or torch.cuda.MemPool()
+                scopes.enter_context(torch.cuda.use_mem_pool(self._pool))
+            scopes.enter_context(capturable_experts(self.causal_model))
+            yield
 
 
 def _tokens(inputs: Any) -> dict[str, torch.Tensor]:
