@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stepbind.caches import IndexSpec, KVSpec, LatentSpec, LayerSpec, StateSpec
 from stepbind.errors import StepError
@@ -67,15 +68,22 @@ def _as_layer(family: Family, name: str, module: nn.Module) -> Layer | None:
 
 
 def _kv_spec(module: nn.Module) -> KVSpec:
-    weight = module.get_parameter("k_proj.weight")
+    weight = _local(module.get_parameter("k_proj.weight"))
     head_dim: int = module.head_dim  # type: ignore[assignment]
+    if weight.shape[0] % head_dim:
+        raise StepError("k_proj.weight", f"{weight.shape[0]} rows on this rank", f"whole heads of {head_dim}")
     return KVSpec(num_kv_heads=weight.shape[0] // head_dim, head_dim=head_dim, dtype=weight.dtype)
 
 
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter: transformers' tensor parallelism keeps the whole one's shape in front of it."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def _state_spec(module: nn.Module) -> StateSpec:
-    conv = module.get_parameter("conv1d.weight")  # [channels, 1, width]
+    conv = _local(module.get_parameter("conv1d.weight"))  # [channels, 1, width]
     return StateSpec(
-        value_heads=module.get_parameter("dt_bias").numel(),
+        value_heads=_local(module.get_parameter("dt_bias")).numel(),
         value_dim=module.head_v_dim,  # type: ignore[arg-type]
         key_dim=module.head_k_dim,  # type: ignore[arg-type]
         conv_width=conv.shape[2],

@@ -10,6 +10,7 @@ from rtp_llm.config.model_config import ModelConfig
 from rtp_llm.model_loader.model_weight_info import ModelDeployWeightInfo, ModelWeights
 from rtp_llm.models.base_model import BaseModel
 from rtp_llm.utils.model_weight import W
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stepbind.errors import StepError
@@ -85,15 +86,20 @@ class StepbindModel(BaseModel):  # type: ignore[misc]
 
 
 def load_model(checkpoint: str, dtype: torch.dtype, device: str, tp_size: int) -> Any:
-    """The checkpoint's model; with tensor parallelism this rank's part of it, by transformers' own plan."""
+    """The checkpoint's model; with tensor parallelism this rank's part of it, by transformers' own plan, which needs
+    torch.distributed to be set up in the rank's process."""
     if tp_size > 1:
         return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, tp_plan="auto").eval()
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
 
 
 def hand_over_weights(weight: Any, model: Any) -> None:
-    """Give RTP what it applies itself, on the same memory: LM head, embedding, and the last norm."""
+    """Give RTP what it applies itself, on the same memory: LM head, embedding, and the last norm; this rank's parts."""
     decoder = model.get_decoder()
-    weight.set_global_weight(W.lm_head, model.get_output_embeddings().weight.detach())
-    weight.set_global_weight(W.embedding, model.get_input_embeddings().weight.detach())
-    weight.set_global_weight(W.final_ln_gamma, decoder.norm.weight.detach())
+    for name, parameter in (
+        (W.lm_head, model.get_output_embeddings().weight),
+        (W.embedding, model.get_input_embeddings().weight),
+        (W.final_ln_gamma, decoder.norm.weight),
+    ):
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        weight.set_global_weight(name, local.detach())
