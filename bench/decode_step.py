@@ -72,7 +72,7 @@ def ours(model: Any, rows: int, state_dtype: str, compile_layers: bool) -> tuple
     )
     with LocalEngine(model, options=options) as engine:
         for prompt in prompts(rows):
-            engine.add(prompt, SamplingParams(max_tokens=STEPS + SETTLE + 2, ignore_eos=True))
+            engine.add(prompt, SamplingParams(max_tokens=STEPS + SETTLE + 64, ignore_eos=True))
         while len(engine.step()) < rows:  # prompts, the capture, and the first full decode pass
             pass
         for _ in range(SETTLE):
