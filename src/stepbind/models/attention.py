@@ -17,6 +17,7 @@ NAME = "stepbind"
 transformers builds no mask."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the plan and writes the host's cache: not for a compiler to look into
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,

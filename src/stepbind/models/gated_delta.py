@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from transformers.activations import ACT2FN
 
+from stepbind.caches import StateSlots
 from stepbind.context import current
 from stepbind.errors import StepError
-from stepbind.models.family import DeltaLayout
+from stepbind.models.family import DeltaInputs, DeltaLayout
 from stepbind.ops.causal_conv import causal_conv
 from stepbind.ops.decay import Decay
 from stepbind.ops.gated_delta import gated_delta
+from stepbind.plan.plan import Plan, StatePlan
 
 
 def gated_delta_forward(module: Any, layout: DeltaLayout, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -23,7 +25,7 @@ def gated_delta_forward(module: Any, layout: DeltaLayout, hidden_states: torch.T
     """
     context = current()
     plan, slots = context.state(module.layer_idx)
-    shared, sizes = context.plan.shared, context.plan.sizes
+    sizes = context.plan.sizes
     if hidden_states.shape[:2] != (1, sizes.padded_tokens):
         raise StepError(
             f"layer {module.layer_idx} hidden_states",
@@ -31,13 +33,22 @@ def gated_delta_forward(module: Any, layout: DeltaLayout, hidden_states: torch.T
             f"[1, the step's {sizes.padded_tokens} padded tokens, hidden size]",
         )
     inputs = layout.project(module, hidden_states[0])
+    out = _mix(module, inputs, plan, slots, context.plan)
+    norm, project_out = module.get_submodule(layout.norm), module.get_submodule(layout.out)
+    normed: torch.Tensor = norm(out.flatten(0, 1), inputs.gate.flatten(0, 1))
+    return project_out(normed.reshape(1, out.shape[0], -1))  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the plan and writes the host's cache: not for a compiler to look into
+def _mix(module: Any, inputs: DeltaInputs, plan: StatePlan, slots: StateSlots, step: Plan) -> torch.Tensor:
+    """Convolution and delta rule: [T, value heads, value dim]."""
     weight = module.conv1d.weight.squeeze(1)
     silu = module.activation == "silu"
-    mixed = causal_conv(inputs.mixed, weight, module.conv1d.bias, slots.conv, plan, shared, silu=silu)
+    mixed = causal_conv(inputs.mixed, weight, module.conv1d.bias, slots.conv, plan, step.shared, silu=silu)
     if not silu:
         mixed = ACT2FN[module.activation](mixed)
     query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
-    out = gated_delta(
+    return gated_delta(
         query.unflatten(-1, (-1, module.head_k_dim)),
         key.unflatten(-1, (-1, module.head_k_dim)),
         value.unflatten(-1, (-1, module.head_v_dim)),
@@ -45,9 +56,6 @@ def gated_delta_forward(module: Any, layout: DeltaLayout, hidden_states: torch.T
         inputs.beta,
         slots.recurrent,
         plan,
-        shared,
-        sizes,
+        step.shared,
+        step.sizes,
     )
-    norm, project_out = module.get_submodule(layout.norm), module.get_submodule(layout.out)
-    normed: torch.Tensor = norm(out.flatten(0, 1), inputs.gate.flatten(0, 1))
-    return project_out(normed.reshape(1, out.shape[0], -1))  # type: ignore[no-any-return]

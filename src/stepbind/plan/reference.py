@@ -78,10 +78,10 @@ def reference_plan(step: Step) -> ReferencePlan:
 
 
 def _values(step: Step, lengths: Lengths) -> list[int]:
+    values = lengths.host
     if step.lengths_are_bounds and lengths.device is not None:
-        values: list[int] = lengths.device[: step.num_rows].tolist()
-        return values
-    return lengths.host.tolist()
+        values = lengths.device[: step.num_rows].cpu().numpy()
+    return [int(value) for value in values]
 
 
 def _pad_to_bounds(step: Step, plan: ReferencePlan) -> None:

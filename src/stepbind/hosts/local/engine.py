@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,19 +14,21 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stepbind.bind import bind
-from stepbind.caches import Caches
+from stepbind.caches import Caches, StateSpec
 from stepbind.errors import RequestError, StepError
 from stepbind.groups import GroupKind
 from stepbind.hosts.local.blocks import BlockManager
+from stepbind.hosts.local.decode import Flight, GraphDecoder
 from stepbind.hosts.local.memory import allocate_buffers, allocate_index_buffers
 from stepbind.hosts.local.poison import Poison
 from stepbind.hosts.local.request import Completion, Delta, FinishReason, SamplingParams, Sequence
 from stepbind.hosts.local.sampling import Sampler, choose
 from stepbind.hosts.local.scheduler import Batch, Scheduler, step_of
 from stepbind.hosts.local.text import TextStream
-from stepbind.layers import discover_layers, group_layers
+from stepbind.layers import Layer, discover_layers, group_layers
 from stepbind.models.adapt import adapted
 from stepbind.plan import build_plan, make_arena
+from stepbind.step import Phase
 
 Prompt = str | List[int]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -40,6 +42,10 @@ class EngineOptions:
     it. token_budget: prompt tokens that one prefill pass may take. max_rows: requests in flight. cache_tokens: tokens
     that the attention pools hold together. keep_state_every: keep each k-th block's recurrent state, as hosts do that
     reuse prefixes (0: none). poison: fill what nobody owns with NaN and check it after every pass.
+    graphs: replay decode passes captured at `graph_rows` padded rows. None is yes on a GPU, except for latent layers,
+    whose ops wait for the GPU; yes on the CPU runs the captured pass again, for tests. compile_layers: let
+    torch.compile fuse what stands between the ops in them. state_dtype: of recurrent states in the cache; arithmetic
+    on them is float32 in any case.
     """
 
     block_size: int = 16
@@ -49,6 +55,10 @@ class EngineOptions:
     cache_tokens: int = 32768
     keep_state_every: int = 0
     poison: bool = False
+    graphs: bool | None = None
+    graph_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    compile_layers: bool = False
+    state_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "token_budget", "max_rows", "cache_tokens"):
@@ -56,6 +66,8 @@ class EngineOptions:
                 raise StepError(name, getattr(self, name), "at least 1")
         if self.kernel_block_size is not None and self.kernel_block_size < 1:
             raise StepError("kernel_block_size", self.kernel_block_size, "at least 1")
+        if self.state_dtype not in DTYPES[1:]:
+            raise StepError("state_dtype", repr(self.state_dtype), f"one of {', '.join(DTYPES[1:])}")
         if self.keep_state_every < 0:
             raise StepError("keep_state_every", self.keep_state_every, "0 (none) or more blocks")
 
@@ -67,6 +79,11 @@ class _Live:
     sequence: Sequence
     sampler: Sampler
     text: TextStream
+
+    @property
+    def goes_on_blindly(self) -> bool:
+        """Whether its next pass needs nothing of the host that its last token decides."""
+        return self.sampler.greedy and not self.sequence.params.return_logits
 
 
 class LocalEngine:
@@ -80,7 +97,7 @@ class LocalEngine:
         self.model, self.tokenizer = model, tokenizer
         self.options = options = options or EngineOptions()
         self.device: torch.device = model.device
-        layers = discover_layers(model)
+        layers = [_with_state_dtype(layer, options.state_dtype) for layer in discover_layers(model)]
         self.groups = group_layers(
             layers,
             block_size=options.block_size,
@@ -106,6 +123,13 @@ class LocalEngine:
             max_context=self.max_context,
         )
         self._poison = Poison(self.groups, self.buffers, self.index_buffers) if options.poison else None
+        self._decoder: GraphDecoder | None = None
+        capturable = self.device.type == "cuda" and all(layer.kind is not GroupKind.LATENT for layer in layers)
+        if capturable if options.graphs is None else options.graphs:
+            self._decoder = GraphDecoder(
+                model, self._arena, self._caches, options.graph_rows, compile_layers=options.compile_layers
+            )
+        self._flight: Flight | None = None
         self._live: dict[int, _Live] = {}
         self._next_request = 0
         self._end_tokens = _end_tokens(model)
@@ -229,33 +253,63 @@ class LocalEngine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Delta, Completion | None]]:
-        """Run one pass; a delta for each request that got a token, with its completion if that was the last one."""
+        """Run one pass; a delta for each request that got a token, with its completion if that was the last one. With
+        graphs, the tokens of a decode pass come with the call after the one that launched it."""
+        if self._flight is not None:
+            return self._land(self._flight)
         batch = self._scheduler.schedule()
         if batch is None:
             return []
-        logits = self._forward(batch)
+        self._caches.update(self.groups, self._specs, self.buffers, self.index_buffers)
+        if self._poison is not None:
+            self._poison.before(self._scheduler.running)
+        if self._decoder is not None and batch.phase is Phase.DECODE:
+            self._flight = self._decoder.launch(batch)
+            logits = None
+        else:
+            logits = self._forward(batch)
+        if self._poison is not None:
+            self._poison.after()
         rows = batch.finishing()
         self._scheduler.done(batch)
+        if logits is None:
+            return []
         live = [self._live[batch.sequences[row].request] for row in rows]
         tokens = choose(logits, [each.sampler for each in live])
         return [
             self._advance(each, token, row_logits) for each, token, row_logits in zip(live, tokens, logits, strict=True)
         ]
 
+    def _land(self, flight: Flight) -> list[tuple[Delta, Completion | None]]:
+        """The tokens of a launched pass. Where all rows are greedy, the next one is launched first, so that the GPU
+        does not wait for what the host does with them; a row that then turns out to have ended ran once for nothing."""
+        assert self._decoder is not None
+        self._flight = None
+        live = [self._live.get(sequence.request) for sequence in flight.batch.sequences]
+        if self._poison is None and all(each is not None and each.goes_on_blindly for each in live):
+            following = self._scheduler.go_on(list(flight.batch.sequences))
+            if following is not None:
+                self._flight = self._decoder.go_on(following)
+                self._scheduler.done(following)
+        best, logits = self._decoder.land(flight)
+        deltas = []
+        for each, token, row_logits in zip(live, best, logits, strict=True):
+            if each is None:  # ended or aborted while this pass ran
+                continue
+            if not each.sampler.greedy:
+                token = each.sampler.draw(row_logits)
+            deltas.append(self._advance(each, token, row_logits))
+        return deltas
+
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Logits [rows that get a token, vocabulary] float32 of one pass."""
         plan = build_plan(step_of(batch, self.groups, self.device), self._arena)
-        self._caches.update(self.groups, self._specs, self.buffers, self.index_buffers)
-        if self._poison is not None:
-            self._poison.before(self._scheduler.running)
         input_ids = torch.tensor([batch.input_ids()], device=self.device)
         last = plan.shared.query_start[1:][batch.finishing()].long() - 1
         with bind(plan, self._caches, self.model):
             out = self.model(
                 input_ids=input_ids, position_ids=plan.shared.position[None], use_cache=False, logits_to_keep=last
             )
-        if self._poison is not None:
-            self._poison.after()
         return out.logits[0].float()  # type: ignore[no-any-return]
 
     def _advance(self, live: _Live, token: int, logits: torch.Tensor) -> tuple[Delta, Completion | None]:
@@ -310,6 +364,12 @@ def load_tokenizer(checkpoint: str | Path) -> Any | None:
     if directory.is_dir() and not any(directory.glob("*token*")):
         return None
     return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def _with_state_dtype(layer: Layer, state_dtype: str) -> Layer:
+    if not isinstance(layer.spec, StateSpec):
+        return layer
+    return replace(layer, spec=replace(layer.spec, state_dtype=getattr(torch, state_dtype)))
 
 
 def _pool_sizes(options: EngineOptions) -> dict[GroupKind, int]:

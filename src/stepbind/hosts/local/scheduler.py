@@ -99,6 +99,19 @@ class Scheduler:
             self.blocks.extend(sequence, count)
         return batch
 
+    def go_on(self, sequences: List[Sequence]) -> Batch | None:
+        """One more token of the same rows, before the token that they get now is known: the next pass is the same
+        decode again, unless somebody could join it, or one of the rows ends by its length. None where it may not be."""
+        could_join = self.waiting and len(self.running) < self.max_rows and self.blocks.fits(self.waiting[0].max_len)
+        if could_join or len(sequences) != len(self.running) or sequences != self.running:
+            return None
+        if any(sequence.prefilling or sequence.computed >= sequence.max_len for sequence in sequences):
+            return None
+        batch = Batch(Phase.DECODE, tuple(sequences), (1,) * len(sequences))
+        for sequence in sequences:
+            self.blocks.extend(sequence, 1)
+        return batch
+
     def _prefill(self, prefill: List[Sequence]) -> Batch:
         """As many prompt tokens as the budget allows, oldest request first."""
         rows: list[tuple[Sequence, int]] = []
