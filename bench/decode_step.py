@@ -1,6 +1,6 @@
 """Decode end to end on one GPU: scheduling, sampling and detokenising included, beside transformers on the same model.
 
-    python bench/decode_step.py [--rows 1,32,256] [--no-compile] [--no-transformers] [FILE]
+    python bench/decode_step.py [--rows 1,32,256] [--layers compiled] [--state bfloat16] [--no-transformers] [FILE]
 
 The model is Qwen3-Next in its layout, with random bfloat16 weights: 24 layers of which 18 Gated DeltaNet, hidden 2048,
 dense MLP 6144, 16 heads of 256 with 2 KV heads, 16/16 linear heads of 128, vocabulary 151,936: 1.76 billion parameters.
@@ -59,8 +59,8 @@ def prompts(rows: int) -> list[list[int]]:
     return ids
 
 
-def ours(model: Any, rows: int, state_dtype: str, compile_layers: bool) -> tuple[float, float, float]:
-    """Median and worst wall time of a step, and the GPU time of its graph, in milliseconds."""
+def ours(model: Any, rows: int, state_dtype: str, compile_layers: bool) -> tuple[float, float, float, str]:
+    """Median and worst wall time of a step, and the GPU time of its graph, in milliseconds; and its kernels."""
     options = EngineOptions(
         block_size=BLOCK,
         token_budget=8192,
@@ -72,7 +72,7 @@ def ours(model: Any, rows: int, state_dtype: str, compile_layers: bool) -> tuple
     )
     with LocalEngine(model, options=options) as engine:
         for prompt in prompts(rows):
-            engine.add(prompt, SamplingParams(max_tokens=STEPS + SETTLE + 2, ignore_eos=True))
+            engine.add(prompt, SamplingParams(max_tokens=STEPS + SETTLE + 64, ignore_eos=True))
         while len(engine.step()) < rows:  # prompts, the capture, and the first full decode pass
             pass
         for _ in range(SETTLE):
@@ -85,8 +85,8 @@ def ours(model: Any, rows: int, state_dtype: str, compile_layers: bool) -> tuple
             assert len(done) == rows
         while engine.busy:
             engine.step()
-        gpu = graph_seconds(engine)
-    return statistics.median(times) * 1e3, max(times) * 1e3, gpu * 1e3
+        gpu, kernels = graph_seconds(engine), kernels_of(engine)
+    return statistics.median(times) * 1e3, max(times) * 1e3, gpu * 1e3, kernels
 
 
 def graph_seconds(engine: LocalEngine) -> float:
@@ -102,6 +102,27 @@ def graph_seconds(engine: LocalEngine) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3 / count
+
+
+def kernels_of(engine: LocalEngine) -> str:
+    """Where the GPU time of a step goes: the kernels of one replay, by total time."""
+    assert engine._decoder is not None
+    graph = engine._decoder.largest_graph
+    replays = 5
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(replays):
+            graph.replay()
+            engine._decoder.rewind()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    rows: list[list[object]] = [
+        [f"{event.self_device_time_total / replays:.1f}", f"{event.count / replays:.0f}", f"`{event.key[:90]}`"]
+        for event in events[:24]
+    ]
+    total = sum(event.self_device_time_total for event in events) / replays
+    count = sum(event.count for event in events) / replays
+    rows.append([f"{total:.1f}", f"{count:.0f}", "all"])
+    return table(["us a step", "launches", "kernel"], rows)
 
 
 def theirs(model: Any, rows: int) -> float:
@@ -146,7 +167,8 @@ def weight_read_ms(model: Any) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", default="1,32,256")
-    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--layers", default="plain,compiled", help="what stands between the ops")
+    parser.add_argument("--state", default="float32,bfloat16", help="dtypes of the recurrent state")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("file", nargs="?", type=Path)
     arguments = parser.parse_args()
@@ -156,17 +178,19 @@ def main() -> None:
     floor, bandwidth = weight_read_ms(model)
     rows_list = [int(rows) for rows in arguments.rows.split(",")]
     found: list[list[object]] = []
+    pieces: list[str] = []
     for rows in rows_list:
         base = None if arguments.no_transformers or rows > 32 else theirs(model, rows)
         if base is not None:
             found.append([rows, "transformers generate", f"{base:.2f}", "", "", "", "1"])
-        for compile_layers in (False,) if arguments.no_compile else (False, True):
-            for state_dtype in ("float32", "bfloat16"):
-                wall, worst, gpu = ours(model, rows, state_dtype, compile_layers)
+        for compile_layers in [layers == "compiled" for layers in arguments.layers.split(",")]:
+            for state_dtype in arguments.state.split(","):
+                wall, worst, gpu, kernels = ours(model, rows, state_dtype, compile_layers)
                 name = f"stepbind, {state_dtype} state" + (", compiled layers" if compile_layers else "")
                 ratio = f"{base / wall:.1f}" if base else ""
                 found.append([rows, name, f"{wall:.2f}", f"{worst:.2f}", f"{gpu:.2f}", f"{gpu / wall:.0%}", ratio])
                 print(found[-1], flush=True)
+                pieces.append(f"## {rows} rows, {name}\n\n{kernels}")
                 torch._dynamo.reset()
     columns = ["rows", "by", "ms a step, median", "worst", "GPU time of the graph, ms", "GPU busy", "times faster"]
     report = "\n\n".join(
@@ -175,6 +199,7 @@ def main() -> None:
             f"{torch.cuda.get_device_name()}, copy bandwidth {bandwidth:.2f} TB/s; reading the weights once at that "
             f"rate takes {floor:.2f} ms. Wall time of `LocalEngine.step` over {STEPS} steps, greedy.",
             table(columns, found),
+            *pieces,
         ]
     )
     print(report)

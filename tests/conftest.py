@@ -6,6 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any test module defines a kernel; tests/triton runs them so
+
 torch.set_num_threads(1)  # tests run in several processes; the tensors are tiny
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}

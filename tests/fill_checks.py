@@ -13,10 +13,13 @@ from tests.plan.test_fill import assert_plan_equals_reference
 
 
 def on_device(step: Step, device: torch.device | str, *, device_lengths: bool) -> Step:
-    """The step as a host on `device` would say it, with or without device copies of the lengths."""
+    """The step as a host on `device` would say it, with or without device copies of lengths that it knows."""
 
     def lengths(of: Lengths) -> Lengths:
-        return dataclasses.replace(of, device=torch.from_numpy(of.host.copy()).to(device) if device_lengths else None)
+        values = of.device if step.lengths_are_bounds else torch.from_numpy(of.host.copy())
+        assert values is not None
+        keep = device_lengths or step.lengths_are_bounds
+        return dataclasses.replace(of, device=values.to(device) if keep else None)
 
     def table(of: BlockTable) -> BlockTable:
         return dataclasses.replace(of, blocks=of.blocks.to(device))

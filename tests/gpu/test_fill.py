@@ -11,11 +11,11 @@ from stepbind.groups import CacheGroup, GroupKind
 from stepbind.plan import PagedPlan, build_plan, make_arena
 from stepbind.step import BlockTable, Lengths, Phase, Step
 from tests.fill_checks import check_fill, on_device, poisoned_arena
-from tests.random_steps import steps
+from tests.random_steps import bounded_step, steps
 
 
 @settings(max_examples=300)
-@given(steps(), st.booleans())
+@given(steps() | st.integers(0, 2**32).map(bounded_step), st.booleans())
 def test_the_fill_kernels_equal_the_reference(step: Step, device_lengths: bool) -> None:
     step = on_device(step, "cuda", device_lengths=device_lengths)
     check_fill(step, poisoned_arena(step))

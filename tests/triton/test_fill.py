@@ -16,7 +16,7 @@ from tests.random_steps import bounded_step, steps
 
 
 @settings(max_examples=40)
-@given(steps(), st.booleans())
+@given(steps() | st.integers(0, 2**32).map(bounded_step), st.booleans())
 def test_the_fill_kernels_equal_the_reference(step: Step, device_lengths: bool) -> None:
     check_fill(on_device(step, "cpu", device_lengths=device_lengths), poisoned_arena(step))
 

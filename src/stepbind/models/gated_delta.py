@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from transformers.activations import ACT2FN
 
-from stepbind.caches import StateSlots
 from stepbind.context import current
 from stepbind.errors import StepError
 from stepbind.models.family import DeltaInputs, DeltaLayout
 from stepbind.ops.causal_conv import causal_conv
 from stepbind.ops.decay import Decay
 from stepbind.ops.gated_delta import gated_delta
-from stepbind.plan.plan import Plan, StatePlan
 
 
 def gated_delta_forward(module: Any, layout: DeltaLayout, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -23,28 +21,31 @@ def gated_delta_forward(module: Any, layout: DeltaLayout, hidden_states: torch.T
     Takes and ignores what transformers' decoder layers pass beside it (cache, mask, positions).
     Raises `NotBoundError` outside of `bind`, `StepError` for a batch of more than one.
     """
-    context = current()
-    plan, slots = context.state(module.layer_idx)
-    sizes = context.plan.sizes
-    if hidden_states.shape[:2] != (1, sizes.padded_tokens):
-        raise StepError(
-            f"layer {module.layer_idx} hidden_states",
-            f"shape {tuple(hidden_states.shape)}",
-            f"[1, the step's {sizes.padded_tokens} padded tokens, hidden size]",
-        )
+    if hidden_states.shape[0] != 1:
+        name = f"layer {module.layer_idx} hidden_states"
+        raise StepError(name, f"shape {tuple(hidden_states.shape)}", "[1, tokens, hidden size]")
     inputs = layout.project(module, hidden_states[0])
-    out = _mix(module, inputs, plan, slots, context.plan)
+    out = _mix(module, inputs)
     norm, project_out = module.get_submodule(layout.norm), module.get_submodule(layout.out)
     normed: torch.Tensor = norm(out.flatten(0, 1), inputs.gate.flatten(0, 1))
     return project_out(normed.reshape(1, out.shape[0], -1))  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the plan and writes the host's cache: not for a compiler to look into
-def _mix(module: Any, inputs: DeltaInputs, plan: StatePlan, slots: StateSlots, step: Plan) -> torch.Tensor:
-    """Convolution and delta rule: [T, value heads, value dim]."""
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the plan and writes the host's cache: not for a compiler
+def _mix(module: Any, inputs: DeltaInputs) -> torch.Tensor:
+    """Convolution and delta rule on the layer's slots: [T, value heads, value dim]."""
+    context = current()
+    plan, slots = context.state(module.layer_idx)
+    shared, sizes = context.plan.shared, context.plan.sizes
+    if inputs.mixed.shape[0] != sizes.padded_tokens:
+        raise StepError(
+            f"layer {module.layer_idx} hidden_states",
+            f"{inputs.mixed.shape[0]} tokens",
+            f"the step's {sizes.padded_tokens} padded tokens",
+        )
     weight = module.conv1d.weight.squeeze(1)
     silu = module.activation == "silu"
-    mixed = causal_conv(inputs.mixed, weight, module.conv1d.bias, slots.conv, plan, step.shared, silu=silu)
+    mixed = causal_conv(inputs.mixed, weight, module.conv1d.bias, slots.conv, plan, shared, silu=silu)
     if not silu:
         mixed = ACT2FN[module.activation](mixed)
     query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
@@ -56,6 +57,6 @@ def _mix(module: Any, inputs: DeltaInputs, plan: StatePlan, slots: StateSlots, s
         inputs.beta,
         slots.recurrent,
         plan,
-        step.shared,
-        step.sizes,
+        shared,
+        sizes,
     )

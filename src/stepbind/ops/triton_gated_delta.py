@@ -150,15 +150,18 @@ def _token_step(
 
 
 @triton.jit
-def _boundaries_before(query_len, prior_len, last, block_size, SEARCH: tl.constexpr):
-    """Snapshots of the rows before `last`, of a prefill."""
+def _snapshots_before(query_len, prior_len, last, block_size, IS_VERIFY: tl.constexpr, SEARCH: tl.constexpr):
+    """Snapshots of the rows before `last`: of all drafted tokens but a row's last, or at block boundaries."""
     total = 0
     for first in range(0, last, SEARCH):
         row = first + tl.arange(0, SEARCH)
         query = tl.load(query_len + row, mask=row < last, other=0)
-        prior = tl.load(prior_len + row, mask=row < last, other=0)
-        inside = (prior + query - 1) // block_size - prior // block_size
-        total += tl.sum(tl.where(query > 0, inside, 0), axis=0)
+        if IS_VERIFY:
+            count = query - 1
+        else:
+            prior = tl.load(prior_len + row, mask=row < last, other=0)
+            count = (prior + query - 1) // block_size - prior // block_size
+        total += tl.sum(tl.where(query > 0, count, 0), axis=0)
     return total
 
 
@@ -229,10 +232,8 @@ def _recurrent_gated_delta(
         source = recurrent + read.to(tl.int64) * state_slot
         state = tl.load(source + at, mask=inside & (row < readable)[:, None], other=0).to(tl.float32)
         snapshot = 0
-        if IS_VERIFY:
-            snapshot = start - index  # every row before had one for each of its tokens but the last
-        elif not IS_DECODE:
-            snapshot = _boundaries_before(query_len, prior_len, index, block_size, 32)
+        if not IS_DECODE:
+            snapshot = _snapshots_before(query_len, prior_len, index, block_size, IS_VERIFY, 32)
         prior = tl.load(prior_len + index)
         for offset in range(0, count):
             state = _token_step(

@@ -379,20 +379,9 @@ def fill_ragged(
             _fill_tokens(desc, group, is_first, is_state, block, num_rows, padded_tokens, TOKENS, SEARCH)
     elif block < token_blocks + row_blocks * parts:
         block -= token_blocks
+        rows, part = block // parts, block % parts
         _fill_rows(
-            desc,
-            group,
-            is_first,
-            is_state,
-            block // parts,
-            block % parts,
-            parts,
-            num_rows,
-            padded_rows,
-            ROWS,
-            COLUMNS,
-            SEARCH,
-            VERIFY,
+            desc, group, is_first, is_state, rows, part, parts, num_rows, padded_rows, ROWS, COLUMNS, SEARCH, VERIFY
         )
     elif block < token_blocks + row_blocks * parts + chunk_blocks:
         if is_first:

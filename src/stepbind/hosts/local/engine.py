@@ -22,7 +22,7 @@ from stepbind.hosts.local.decode import Flight, GraphDecoder
 from stepbind.hosts.local.memory import allocate_buffers, allocate_index_buffers
 from stepbind.hosts.local.poison import Poison
 from stepbind.hosts.local.request import Completion, Delta, FinishReason, SamplingParams, Sequence
-from stepbind.hosts.local.sampling import Sampler, choose
+from stepbind.hosts.local.sampling import Sampler
 from stepbind.hosts.local.scheduler import Batch, Scheduler, step_of
 from stepbind.hosts.local.text import TextStream
 from stepbind.layers import Layer, discover_layers, group_layers
@@ -173,20 +173,20 @@ class LocalEngine:
         prompts: List[Prompt],
         sampling: SamplingParams | List[SamplingParams] | None = None,
         *,
-        on_token: Callable[[Delta], object] = lambda delta: None,
+        on_token: Callable[[Delta], object] | None = None,
     ) -> list[Completion]:
         """Continue prompts (text or token ids), all with one `sampling` or each with its own; in their order.
-        `on_token` is called with every token as it comes.
+        `on_token` is called with every token as it comes; the text comes with the completions.
 
         A prompt that cannot be served gets a completion with `finish_reason="error"` and the reason in `error`; the
         others are not affected.
         """
         prompts = list(prompts)
         completions: dict[int, Completion] = {}
-        for request, outcome in self._run(prompts, sampling):
+        for request, outcome in self._run(prompts, sampling, stream_text=False):
             if isinstance(outcome, Completion):
                 completions[request] = outcome
-            else:
+            elif on_token is not None:
                 on_token(outcome)
         return [completions[index] for index in range(len(prompts))]
 
@@ -195,14 +195,14 @@ class LocalEngine:
     ) -> Iterator[Delta]:
         """As `generate`, token by token as they come; `Delta.request` is the prompt's index. Leaving the loop early
         aborts what still runs. Raises `RequestError` at once for a prompt that cannot be served."""
-        for _, outcome in self._run(list(prompts), sampling):
+        for _, outcome in self._run(list(prompts), sampling, stream_text=True):
             if isinstance(outcome, Delta):
                 yield outcome
             elif outcome.finish_reason == "error":
                 raise RequestError("request", outcome.error, "one that the engine can serve")
 
     def _run(
-        self, prompts: list[Prompt], sampling: SamplingParams | List[SamplingParams] | None
+        self, prompts: list[Prompt], sampling: SamplingParams | List[SamplingParams] | None, *, stream_text: bool
     ) -> Iterator[tuple[int, Delta | Completion]]:
         """Deltas and, at each request's end, its completion, with the prompt's index."""
         params = _one_each(prompts, sampling)
@@ -210,7 +210,7 @@ class LocalEngine:
         try:
             for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
                 try:
-                    index_of[self.add(prompt, param)] = index
+                    index_of[self.add(prompt, param, stream_text=stream_text)] = index
                 except RequestError as error:
                     tokens = prompt if not isinstance(prompt, str) else []
                     yield index, Completion(list(tokens), [], "", "error", error=str(error))
@@ -225,8 +225,9 @@ class LocalEngine:
                 if request in self._live:
                     self.abort(request)
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue a prompt; returns the request's number. Raises `RequestError` for one that cannot be served."""
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, stream_text: bool = True) -> int:
+        """Queue a prompt; returns the request's number. Without `stream_text` the text comes with the completion alone,
+        unless stop strings have to be looked for. Raises `RequestError` for one that cannot be served."""
         params = params or SamplingParams()
         tokens = self._encode(prompt)
         if params.stop and self.tokenizer is None:
@@ -234,7 +235,8 @@ class LocalEngine:
         request = self._next_request
         sequence = Sequence(request, len(tokens), tokens, params)
         self._scheduler.add(sequence)
-        self._live[request] = _Live(sequence, Sampler(params, self.device), TextStream(self.tokenizer, params.stop))
+        text = TextStream(self.tokenizer, params.stop, lazy=not stream_text and not params.stop)
+        self._live[request] = _Live(sequence, Sampler(params, self.device), text)
         self._next_request += 1
         return request
 
@@ -275,10 +277,7 @@ class LocalEngine:
         if logits is None:
             return []
         live = [self._live[batch.sequences[row].request] for row in rows]
-        tokens = choose(logits, [each.sampler for each in live])
-        return [
-            self._advance(each, token, row_logits) for each, token, row_logits in zip(live, tokens, logits, strict=True)
-        ]
+        return self._take(live, logits.argmax(dim=-1).tolist(), logits)
 
     def _land(self, flight: Flight) -> list[tuple[Delta, Completion | None]]:
         """The tokens of a launched pass. Where all rows are greedy, the next one is launched first, so that the GPU
@@ -291,14 +290,19 @@ class LocalEngine:
             if following is not None:
                 self._flight = self._decoder.go_on(following)
                 self._scheduler.done(following)
-        best, logits = self._decoder.land(flight)
+        return self._take(live, *self._decoder.land(flight))
+
+    def _take(
+        self, live: List[_Live | None], best: list[int], logits: torch.Tensor
+    ) -> list[tuple[Delta, Completion | None]]:
+        """Give each row its best token, or one drawn from its logits [rows, vocabulary]."""
         deltas = []
-        for each, token, row_logits in zip(live, best, logits, strict=True):
-            if each is None:  # ended or aborted while this pass ran
+        for row, each in enumerate(live):
+            if each is None:  # ended or aborted while the pass ran
                 continue
-            if not each.sampler.greedy:
-                token = each.sampler.draw(row_logits)
-            deltas.append(self._advance(each, token, row_logits))
+            if each.sequence.params.return_logits:
+                each.sequence.logits.append(logits[row].cpu())
+            deltas.append(self._advance(each, best[row] if each.sampler.greedy else each.sampler.draw(logits[row])))
         return deltas
 
     def _forward(self, batch: Batch) -> torch.Tensor:
@@ -312,12 +316,10 @@ class LocalEngine:
             )
         return out.logits[0].float()  # type: ignore[no-any-return]
 
-    def _advance(self, live: _Live, token: int, logits: torch.Tensor) -> tuple[Delta, Completion | None]:
+    def _advance(self, live: _Live, token: int) -> tuple[Delta, Completion | None]:
         """Append a chosen token to its request, and end it where that was the last one."""
         sequence, params = live.sequence, live.sequence.params
         sequence.tokens.append(token)
-        if params.return_logits:
-            sequence.logits.append(logits.cpu())
         reason: FinishReason | None = None
         if token in params.stop_token_ids or (token in self._end_tokens and not params.ignore_eos):
             reason = "stop"

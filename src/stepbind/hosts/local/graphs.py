@@ -115,7 +115,7 @@ class DecodeGraphs:
         """What is captured: fill, forward, choice, and the rows' advance."""
         rows, size = self._rows, step.num_rows
         plan = build_plan(step, self._arena)
-        with bind(plan, self._caches, self._model), capturable_experts(self._model), self._layers_compiled():
+        with bind(plan, self._caches, self._model), capturable_experts(self._model), self._layers_compiled(size):
             out = self._model(
                 input_ids=rows.token[:size][None].long(), position_ids=plan.shared.position[None], use_cache=False
             )
@@ -126,7 +126,7 @@ class DecodeGraphs:
         return logits, torch.cat([best, self._arena.faults.flatten()])
 
     @contextmanager
-    def _layers_compiled(self) -> Iterator[None]:
+    def _layers_compiled(self, rows: int) -> Iterator[None]:
         """Decoder layers through torch.compile inside the block, if asked for: it fuses norms, gates and residuals;
         the ops stay as they are. Each size compiles once, at its warm-up."""
         if not self._compile_layers:
@@ -135,9 +135,14 @@ class DecodeGraphs:
         layers = self._model.get_decoder().layers
         with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
             for layer in layers:
-                layer.compile(dynamic=False)
+                layer.compile(dynamic=False, options=inductor_options(rows))
             try:
                 yield
             finally:
                 for layer in layers:
                     layer._compiled_call_impl = None  # what `compile` sets; there is no call that undoes it
+
+
+def inductor_options(rows: int) -> dict[str, bool]:
+    """How torch.compile treats the layers of a graph of so many rows."""
+    return {"coordinate_descent_tuning": True} if rows == 1 else {"max_autotune_gemm": True}

@@ -1,8 +1,6 @@
-"""Choosing the next token of each row from its logits."""
+"""Choosing a row's next token from its logits."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -39,12 +37,3 @@ class Sampler:
         for warper in self._warpers:
             scores = warper(None, scores)
         return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
-
-
-def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """One token for each row of logits [rows, vocabulary] float32."""
-    best: list[int] = logits.argmax(dim=-1).tolist()
-    return [
-        token if sampler.greedy else sampler.draw(row)
-        for token, row, sampler in zip(best, logits, samplers, strict=True)
-    ]

@@ -12,8 +12,10 @@ LONGEST_CHARACTER = 4
 class TextStream:
     """The text of one sequence's new tokens, released piece by piece. Without a tokenizer there is no text."""
 
-    def __init__(self, tokenizer: Any | None, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Any | None, stop: tuple[str, ...], *, lazy: bool = False) -> None:
+        """`lazy`: nothing is decoded before `finish`."""
         self._tokenizer = tokenizer
+        self._lazy = lazy or tokenizer is None
         self._stop = stop
         self._tokens: list[int] = []
         self._start = 0  # decoding starts here, a little before what is new: tokens join differently at an edge
@@ -30,6 +32,8 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that became certain with this token. `stopped` is set once a stop string has appeared."""
         self._tokens.append(token)
+        if self._lazy:
+            return ""
         self._decode(final=False)
         return self._release(final=False)
 
