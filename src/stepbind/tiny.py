@@ -50,6 +50,8 @@ _LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     "num_hidden_layers": 4,
 }
+# Wider weights make these two amplify rounding to 5e-4 of a logit, which is as much as the closest tokens are apart.
+_CALM: dict[str, Any] = {"initializer_range": 0.08}
 _EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -78,8 +80,8 @@ _INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 16, "index_head_d
 
 TINY: dict[str, Callable[[], Any]] = {
     "qwen3_next": lambda: Qwen3NextConfig(**_COMMON, **_LINEAR, **_EXPERTS),
-    "qwen3_5": lambda: Qwen3_5TextConfig(**_COMMON, **_LINEAR),
-    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_COMMON, **_LINEAR, **_EXPERTS),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**_COMMON | _CALM, **_LINEAR),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_COMMON | _CALM, **_LINEAR, **_EXPERTS),
     "olmo_hybrid": lambda: OlmoHybridConfig(**_COMMON, **_LINEAR),
     "deepseek_v3": lambda: DeepseekV3Config(**_LATENT),
     "deepseek_v32": lambda: DeepseekV32Config(**_LATENT, **_INDEXER),
