@@ -5,11 +5,20 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 import torch
 
-PACKAGES = ("stepbind", "torch", "transformers", "tokenizers", "safetensors", "triton")
-OPS = ("plan fill", "cache write", "paged attention", "causal convolution", "gated delta rule")
+PACKAGES = ("stepbind", "torch", "transformers", "tokenizers", "safetensors", "triton", "fla-core")
+OPS = (
+    "plan fill",
+    "cache write",
+    "paged attention",
+    "causal convolution",
+    "gated delta rule, decode",
+    "gated delta rule, prefill",
+    "latent attention and indexer",
+)
 
 
 @dataclass(frozen=True)
@@ -46,5 +55,17 @@ def choices() -> list[Choice]:
     """For each device kind here and each op: the kernel that would run."""
     found = [Choice(op, "cpu", "torch", "vectorised over rows; the CPU's only kernel") for op in OPS]
     if torch.cuda.is_available():
-        found += [Choice(op, "cuda", "torch", "no GPU kernel yet: the CPU's code runs, and waits") for op in OPS]
+        found += [_on_gpu(op) for op in OPS]
     return found
+
+
+def _on_gpu(op: str) -> Choice:
+    if op == "latent attention and indexer":
+        return Choice(op, "cuda", "torch", "no GPU kernel yet: the CPU's code runs, waits, and cannot be captured")
+    if op != "gated delta rule, prefill":
+        return Choice(op, "cuda", "Triton", "stepbind's own, the same source on NVIDIA and AMD")
+    if find_spec("fla") is not None:
+        return Choice(
+            op, "cuda", "fla-core, Triton", "chunked for rows of 64 new tokens and more in bfloat16 or float16"
+        )
+    return Choice(op, "cuda", "Triton", "token by token: fla-core, which has a chunked one, is not installed")
