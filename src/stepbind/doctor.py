@@ -65,7 +65,5 @@ def _on_gpu(op: str) -> Choice:
     if op != "gated delta rule, prefill":
         return Choice(op, "cuda", "Triton", "stepbind's own, the same source on NVIDIA and AMD")
     if find_spec("fla") is not None:
-        return Choice(
-            op, "cuda", "fla-core, Triton", "chunked for rows of 64 new tokens and more in bfloat16 or float16"
-        )
+        return Choice(op, "cuda", "fla-core, Triton", "chunked, for 64 new tokens a row and more in 16-bit types")
     return Choice(op, "cuda", "Triton", "token by token: fla-core, which has a chunked one, is not installed")
