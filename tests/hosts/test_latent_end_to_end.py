@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stepbind.errors import StepError
-from stepbind.hosts.local.engine import EngineOptions, LocalEngine
+from stepbind.hosts.local import EngineOptions, LocalEngine
 from stepbind.hosts.local.poison import Poison
 from stepbind.hosts.local.request import SamplingParams
 from stepbind.tiny import tiny_model
