@@ -120,6 +120,11 @@ def test_a_replay_of_fewer_rows_takes_nothing_from_stale_lengths(host: Host, que
     untouched = [host.buffers[0].clone(), host.buffers[1].clone()]
     got = graphs.replay([Row(new[3], len(prompts[3]), tables[3])])
     assert_close(got, expected(prompts[3] + new[3])[-query:])
+    with host.binding.bind(graphs.captured[4].inputs, is_graph=True) as context:
+        shared, prior = context.plan.shared, len(prompts[3])
+        assert shared.query_len.tolist() == [query, 0, 0, 0]
+        assert shared.prior_len.tolist() == [prior, 0, 0, 0]
+        assert shared.context_len.tolist() == [prior + query, 0, 0, 0]
     owned_state, owned = tables[3]
     for buffer, before, blocks, ratio in (
         (host.buffers[0], untouched[0], owned_state, 1),
@@ -284,12 +289,12 @@ def binding_plan(binding: RtpBinding, step: Any) -> tuple[StatePlan, PagedPlan]:
 
 
 def test_tensor_parallel_ranks_repeat_kv_heads_that_the_cache_keeps_whole() -> None:
-    """A rank with one of two KV heads, on a cache that holds both: shapes are the modules' own."""
+    """A rank with one of four KV heads, on a cache that holds all of them: shapes are the modules' own."""
     model = tiny_model("llama", num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
     layers = discover_layers(model)
     group = CacheGroup("full", GroupKind.ATTENTION, (0,), 4, 4, 9)
-    buffer = torch.full((9, 2, 2, 4, 16), float("nan"))
-    assert spec_on(buffer, layers[0]) == KVSpec(num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    buffer = torch.full((9, 2, 4, 4, 16), float("nan"))
+    assert spec_on(buffer, layers[0]) == KVSpec(num_kv_heads=4, head_dim=16, dtype=torch.float32)
     binding = RtpBinding(model, max_rows=2, max_context=64)
     binding.initialize(kv_cache("newer", (group,), {0: buffer}))
     sequence = tokens(11)
@@ -303,7 +308,7 @@ def test_tensor_parallel_ranks_repeat_kv_heads_that_the_cache_keeps_whole() -> N
                 position = context.plan.shared.position[None]
                 got = model(inputs.input_ids[None], position_ids=position, use_cache=False).logits[0]
             assert_close(got, want[start:stop])
-    assert torch.equal(buffer[2:4, :, 0], buffer[2:4, :, 1])
+    assert torch.equal(buffer[2:4, :, :1].expand(-1, -1, 4, -1, -1), buffer[2:4])
 
 
 def test_states_are_of_the_dtype_of_a_buffer_that_is_not_bytes() -> None:

@@ -171,6 +171,9 @@ def test_row_6_a_capture_never_takes_the_stores_table(cls: Any, monkeypatch: pyt
     capture(monkeypatch)
     assert case.plugin(cg_max_seq_len=24).block_table.tolist() == DECODE_TABLE
     assert case.plugin(cg_max_seq_len=24).slot_mapping.tolist() == [39, 72, 40]
+    case = decode(cls, KERNEL, [2, 14, 3], ratio=4, store=[[1, 1]] * 3)
+    assert case.plugin(cg_max_seq_len=16).block_table.tolist() == [[4, 0], [7, 9], [2, -1]]
+    assert case.plugin(cg_max_seq_len=16).slot_mapping.tolist() == [34, 78, 19]
 
 
 @every_class
@@ -393,8 +396,11 @@ def test_row_19_the_group_map_is_kept_by_content(cls: Any) -> None:
     assert sorted({(group.number, group.layers) for group in context.attn_metadata.rtp_groups})[0][0] == 0
 
 
+@pytest.mark.parametrize("per_thread", [True, False], ids=["context-per-thread", "one-context"])
 @every_class
-def test_row_20_bind_sets_and_restores(cls: Any, ambient: Ambient) -> None:
+def test_row_20_bind_sets_and_restores(cls: Any, per_thread: bool, ambient: Ambient) -> None:
+    if not per_thread:  # an ATOM that keeps no context for each thread
+        del sys.modules["atom.utils.forward_context"]._forward_context_local
     case, other = decode(cls), prefill(cls)
     ambient.set_kv_cache_data({"before": 1})
     with case.bind():
