@@ -142,9 +142,13 @@ def test_captured_passes_take_no_position_that_replay_does_not_refresh(host: Hos
 
 
 def test_a_replay_says_when_a_row_is_too_long(host: Host) -> None:
-    with pytest.raises(StepError, match="sequence_lengths: got 128, expected at most 127 tokens"):
-        host.binding.check_replay(SimpleNamespace(sequence_lengths=int32([3, 128])))
+    decode = SimpleNamespace(sequence_lengths=int32([3, 128]))
+    verify = SimpleNamespace(prefix_lengths=int32([3, 126]), input_lengths=int32([3, 3]))
+    for lengths in (decode, verify, {"full": decode}):
+        with pytest.raises(StepError, match="context of a replayed row: got 129, expected at most 128 tokens"):
+            host.binding.check_replay(lengths)
     host.binding.check_replay(SimpleNamespace(sequence_lengths=int32([127])))
+    host.binding.check_replay(SimpleNamespace(sequence_lengths=None))
 
 
 def test_positions_come_from_the_host_where_it_has_them(host: Host) -> None:

@@ -70,7 +70,8 @@ class GraphRunner:
             of_group = [row.tables[index] for row in rows]
             self.tables[index][:live] = kernel_table(group, of_group, self.columns[index])
         captured = self.captured[size]
-        captured.handle.prepare_cuda_graph(fresh)
+        newer = self.layout.generation == "newer"
+        captured.handle.prepare_cuda_graph({group.name: fresh for group in self.layout.groups} if newer else fresh)
         out = self.model.forward(captured.inputs, captured.handle).hidden_states
         return out[: live * self.query]
 

@@ -15,7 +15,7 @@ from stepbind.errors import StepError
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.hosts.local.memory import allocate_buffers
 from stepbind.hosts.rtp_llm.groups import GroupSource, group_sources, spec_on
-from stepbind.hosts.rtp_llm.reader import HostMemory, HostPass, read_memory, read_pass
+from stepbind.hosts.rtp_llm.reader import HostMemory, HostPass, longest_context, read_memory, read_pass
 from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
 from stepbind.layers import Layer, discover_layers, group_layers
 from stepbind.plan import Arena, build_plan, make_arena
@@ -80,9 +80,9 @@ class RtpBinding:
 
     def check_replay(self, attention_inputs: Any) -> None:
         """Before a replay: raise `StepError` for a row longer than captured passes take, by the host's lengths."""
-        lengths = attention_inputs.sequence_lengths
-        if lengths is not None and lengths.numel() and int(lengths.max()) + 1 > self.max_context:
-            raise StepError("sequence_lengths", int(lengths.max()), f"at most {self.max_context - 1} tokens")
+        longest = longest_context(attention_inputs)
+        if longest is not None and longest > self.max_context:
+            raise StepError("context of a replayed row", longest, f"at most {self.max_context} tokens")
 
     def _update_groups(self, host: HostPass, memory: HostMemory) -> None:
         tags = tuple(table.tag for table in host.tables)

@@ -124,6 +124,17 @@ def read_pass(inputs: Any, *, is_graph: bool = False, num_tokens: int | None = N
     return result
 
 
+def longest_context(attention_inputs: Any) -> int | None:
+    """Tokens of the longest row, new ones included, by the host's lengths; None where there are none."""
+    if isinstance(attention_inputs, Mapping):
+        attention_inputs = next(iter(attention_inputs.values()))
+    sequence = _tensor(attention_inputs, "sequence_lengths")
+    if sequence is not None:
+        return int(sequence.max()) + 1
+    prefix, new = _tensor(attention_inputs, "prefix_lengths"), _tensor(attention_inputs, "input_lengths")
+    return None if prefix is None or new is None else int((prefix + new).max())
+
+
 def read_memory(kv_cache: Any, layers: Sequence[int]) -> HostMemory:
     """RTP's `kv_cache` for these layer numbers.
 
