@@ -15,6 +15,9 @@ from stepbind.tiny import TINY
 from tests.hosts.reference import NEW_TOKENS, expected, model_of
 
 LOGIT_TOLERANCE = 1e-3
+TIE = 2e-6
+"""Logits of about 4 this close are one rounding apart in float32: which of them is best is nobody's to say. One such
+pair was seen in 230,000 tokens, equal to the bit in transformers' own logits."""
 FAMILIES = sorted(TINY.keys() - {"deepseek_v3", "deepseek_v32", "glm_moe_dsa"})  # those: test_latent_end_to_end
 
 
@@ -24,10 +27,19 @@ def assert_generates_as_transformers(family: str, count: int, new_tokens: int, o
     with LocalEngine(model_of(family), options=options) as engine:
         completions = engine.generate([each.prompt for each in reference], sampling)
         assert not engine.busy
+    ties = 0
     for want, got in zip(reference, completions, strict=True):
-        assert got.tokens == want.tokens[:new_tokens]
+        pairs = zip(got.tokens, want.tokens[:new_tokens], strict=True)
+        same = next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), new_tokens)
+        if same < new_tokens:
+            best = want.logits[same].topk(2).values
+            assert best[0] - best[1] < TIE, f"token {same}: {got.tokens[same]} is not {want.tokens[same]}"
+            ties += 1
+        # The logits that a tie was broken on still have the same tokens before them.
+        compared = min(same + 1, new_tokens)
         assert got.logits is not None
-        torch.testing.assert_close(got.logits, want.logits[:new_tokens], atol=LOGIT_TOLERANCE, rtol=0)
+        torch.testing.assert_close(got.logits[:compared], want.logits[:compared], atol=LOGIT_TOLERANCE, rtol=0)
+    assert ties <= 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
