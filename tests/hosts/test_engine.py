@@ -200,7 +200,7 @@ def test_a_model_is_plain_again_even_where_the_engine_could_not_be_made() -> Non
 
 
 def test_text_needs_a_tokenizer() -> None:
-    with LocalEngine(model_of("llama")) as host:
+    with LocalEngine(model_of("llama"), options=EngineOptions(cache_tokens=64, poison=True)) as host:
         assert "this checkpoint has no tokenizer" in str(host.generate(["text"])[0].error)
         assert "no stop strings without a tokenizer" in str(host.generate([[1]], greedy(stop=("a",)))[0].error)
         assert host.generate([[1, 2]], greedy(3))[0].text == ""
