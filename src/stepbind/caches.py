@@ -22,9 +22,6 @@ class KVSpec:
     head_dim: int
     dtype: torch.dtype
 
-    def elements_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim
-
 
 @dataclass(frozen=True)
 class StateSpec:
