@@ -1,0 +1,58 @@
+"""Recall: how many of many fresh questions a checkpoint answers right, by how long ago the telling was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from stepbind.demo.questions import DISTANCES, Question, draw_question
+from stepbind.demo.stories import STOP
+from stepbind.hosts.local import Completion, LocalEngine, SamplingParams
+
+ANSWER_TOKENS = 16
+"""New tokens an answer may take; the longest true one takes 11."""
+
+HELD_OUT = 10**9
+"""Seeds of fresh questions start here. Training draws its stories from other seeds altogether (text, not numbers)."""
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Right answers of so many, at each distance (tokens)."""
+
+    right: dict[int, int]
+    asked: dict[int, int]
+
+    @property
+    def share(self) -> float:
+        return sum(self.right.values()) / sum(self.asked.values())
+
+
+def draw_questions(tokenizer: Callable[..., dict[str, list[int]]], each: int, seed: int = 0) -> list[Question]:
+    """`each` fresh questions at every distance; another `seed`, other questions."""
+
+    def count(text: str) -> int:
+        return len(tokenizer(text)["input_ids"])
+
+    first = HELD_OUT + seed * 10_000 * len(DISTANCES)
+    return [
+        draw_question(first + number * len(DISTANCES) + index, distance, count)
+        for number in range(each)
+        for index, distance in enumerate(DISTANCES)
+    ]
+
+
+def answer(engine: LocalEngine, prompts: Sequence[str], *, return_logits: bool = False) -> list[Completion]:
+    """The engine's greedy answers, one line each."""
+    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, stop=(STOP,), return_logits=return_logits)
+    return engine.generate(list(prompts), sampling)
+
+
+def recall_of(questions: Sequence[Question], answers: Sequence[Completion]) -> Recall:
+    """How many of the questions these completions answer, at each of the DISTANCES they were drawn for."""
+    right, asked = dict.fromkeys(DISTANCES, 0), dict.fromkeys(DISTANCES, 0)
+    for question, completion in zip(questions, answers, strict=True):
+        wanted = next(distance for distance in DISTANCES if question.distance <= max(distance, 24))
+        asked[wanted] += 1
+        right[wanted] += question.right(completion.text)
+    return Recall(right, asked)

@@ -1,0 +1,234 @@
+"""Stories that tell facts early and ask for them late, and the questions.
+
+A story is a row of scenes. A scene brings in one person by name; what it tells of that person follows with "she" or
+"he", after as many idle sentences as may be: who is meant has to be carried across every block boundary in between.
+Later scenes change some facts; the last telling counts. Questions stand between the scenes, and any of them can be
+asked of the untold rest of the story. Everything is drawn from one `random.Random`, so a seed is a story.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from stepbind.demo.words import (
+    ANIMALS,
+    ARRIVES,
+    COLOURS,
+    DOES,
+    FALLS,
+    MEN,
+    NEAR,
+    PLACES,
+    THINGS,
+    TIMES,
+    TOWNS,
+    TRADES,
+    WEATHER,
+    WOMEN,
+)
+
+KINDS = ("town", "trade", "code", "keeper", "together")
+"""What can be asked: where somebody lives, what somebody is, a door's code, who keeps a thing, a sum of two counts."""
+
+OPENING = "Once upon a time."
+STOP = "\n"
+"""How every story begins, and how every answer ends: it is one line."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with its only right answer. `key` names the fact (or facts) of the story that it asks for."""
+
+    kind: str
+    question: str
+    opening: str
+    value: str
+    key: tuple[str, ...]
+
+    @property
+    def prompt(self) -> str:
+        return f"\nQ: {self.question}\nA:"
+
+    @property
+    def answer(self) -> str:
+        """With its leading space and its last newline."""
+        return f" {self.opening} {self.value}.{STOP}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text. `told` names the facts whose last telling ends here; `answer` says that it answers a question."""
+
+    text: str
+    told: tuple[tuple[str, ...], ...] = ()
+    answer: bool = False
+
+
+@dataclass
+class Story:
+    """A story in the making: what was told so far is true until it is told otherwise."""
+
+    draw: random.Random
+    people: list[str] = field(default_factory=list)
+    towns: dict[str, str] = field(default_factory=dict)
+    trades: dict[str, str] = field(default_factory=dict)
+    codes: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    keepers: dict[str, str] = field(default_factory=dict)
+
+    def scene(self) -> list[Piece]:
+        """Some sentences: somebody new, a change, or nothing that matters."""
+        unmet = [name for name in WOMEN + MEN if name not in self.people]
+        choice = self.draw.random()
+        if unmet and (choice < 0.5 or not self.people):
+            return self._meet(self.draw.choice(unmet))
+        if choice < 0.65 and self.people:
+            return self._change(self.draw.choice(self.people))
+        return [Piece(self.idle()) for _ in range(self.draw.randint(1, 3))]
+
+    def idle(self) -> str:
+        """A sentence about the weather."""
+        return self._fill(f" The {self.draw.choice(WEATHER)} {self.draw.choice(FALLS)} the {{place}} {{time}}.")
+
+    def meet(self, kind: str) -> list[Piece]:
+        """A scene about somebody new that tells at least a fact of this kind ("together" takes two people)."""
+        unmet = [name for name in WOMEN + MEN if name not in self.people]
+        return self._meet(self.draw.choice(unmet), kind)
+
+    def ask(self, kind: str | None = None, subject: str | None = None) -> Asked | None:
+        """A question about what was told, of any kind or of this one; None where nothing of it was told."""
+        makers: dict[str, Callable[[str | None], Asked | None]] = {
+            "town": lambda name: self._ask_person("town", self.towns, name),
+            "trade": lambda name: self._ask_person("trade", self.trades, name),
+            "code": lambda name: self._ask_person("code", self.codes, name),
+            "keeper": self._ask_keeper,
+            "together": self._ask_together,
+        }
+        return makers[kind or self.draw.choice(KINDS)](subject)
+
+    def _meet(self, name: str, kind: str | None = None) -> list[Piece]:
+        self.people.append(name)
+        tell = [self._town, self._trade, self._code, self._thing, self._animals]
+        wanted = dict(zip(KINDS, tell, strict=True)).get(kind or "")
+        chosen = self.draw.sample(tell, self.draw.randint(1, 4))
+        if wanted is not None and wanted not in chosen:
+            chosen[0] = wanted
+        pieces = [Piece(_sentence(self._fill(self.draw.choice(ARRIVES), name=name)))]
+        pronoun = "She" if name in WOMEN else "He"
+        for telling in chosen:
+            if self.draw.random() < 0.4:
+                pieces.append(Piece(f" {pronoun} {self._fill(self.draw.choice(DOES))}."))
+            pieces.append(telling(name, pronoun))
+        return pieces
+
+    def _town(self, name: str, pronoun: str) -> Piece:
+        self.towns[name] = self.draw.choice(TOWNS)
+        return Piece(
+            f" {pronoun} {self.draw.choice(('lives in', 'has a house in'))} {self.towns[name]}.", (("town", name),)
+        )
+
+    def _trade(self, name: str, pronoun: str) -> Piece:
+        self.trades[name] = self.draw.choice(TRADES)
+        return Piece(f" {pronoun} {self.draw.choice(('is a', 'works as a'))} {self.trades[name]}.", (("trade", name),))
+
+    def _code(self, name: str, pronoun: str) -> Piece:
+        self.codes[name] = str(self.draw.randint(10, 99))
+        whose = "her" if name in WOMEN else "his"
+        return Piece(f" The code of {whose} door is {self.codes[name]}.", (("code", name),))
+
+    def _animals(self, name: str, pronoun: str) -> Piece:
+        self.counts[name] = self.draw.randint(1, 5)
+        return Piece(f" {pronoun} owns {self.counts[name]} {self.draw.choice(ANIMALS)}.", (("count", name),))
+
+    def _thing(self, name: str, pronoun: str) -> Piece:
+        free = [f"{colour} {noun}" for colour in COLOURS for noun in THINGS if f"{colour} {noun}" not in self.keepers]
+        thing = self.draw.choice(free)
+        self.keepers[thing] = name
+        return Piece(f" {pronoun} {self.draw.choice(('keeps', 'has found'))} the {thing}.", (("keeper", thing),))
+
+    def _change(self, name: str) -> list[Piece]:
+        changes: list[Callable[[str], Piece]] = []
+        if name in self.towns:
+            changes.append(self._move)
+        if name in self.codes:
+            changes.append(self._new_code)
+        if name in self.keepers.values() and len(self.people) > 1:
+            changes.append(self._give)
+        if not changes:
+            return [Piece(self.idle())]
+        pronoun = "she" if name in WOMEN else "he"
+        told = self.draw.choice(changes)(name)
+        if self.draw.random() < 0.5:
+            return [told]
+        return [told, Piece(f" Then {pronoun} {self._fill(self.draw.choice(DOES))}.")]
+
+    def _move(self, name: str) -> Piece:
+        self.towns[name] = self.draw.choice([town for town in TOWNS if town != self.towns[name]])
+        return Piece(f" {name} moved to {self.towns[name]} {self.draw.choice(TIMES)}.", (("town", name),))
+
+    def _new_code(self, name: str) -> Piece:
+        self.codes[name] = str(self.draw.randint(10, 99))
+        return Piece(f" {name} changed the code to {self.codes[name]}.", (("code", name),))
+
+    def _give(self, name: str) -> Piece:
+        thing = self.draw.choice([thing for thing, keeper in self.keepers.items() if keeper == name])
+        self.keepers[thing] = self.draw.choice([other for other in self.people if other != name])
+        return Piece(f" {name} gave the {thing} to {self.keepers[thing]}.", (("keeper", thing),))
+
+    def _ask_person(self, kind: str, told: dict[str, str], name: str | None) -> Asked | None:
+        if not told:
+            return None
+        name = name or self.draw.choice(list(told))
+        question, opening = {
+            "town": (f"Where does {name} live?", f"{name} lives in"),
+            "trade": (f"What is {name}?", f"{name} is a"),
+            "code": (f"What is the code of {name}?", f"The code of {name} is"),
+        }[kind]
+        return Asked(kind, question, opening, told[name], (kind, name))
+
+    def _ask_keeper(self, thing: str | None) -> Asked | None:
+        if not self.keepers:
+            return None
+        thing = thing or self.draw.choice(list(self.keepers))
+        return Asked(
+            "keeper", f"Who keeps the {thing}?", f"The {thing} is kept by", self.keepers[thing], ("keeper", thing)
+        )
+
+    def _ask_together(self, first: str | None) -> Asked | None:
+        if len(self.counts) < 2:
+            return None
+        first = first or self.draw.choice(list(self.counts))
+        second = self.draw.choice([name for name in self.counts if name != first])
+        return Asked(
+            "together",
+            f"How many animals do {first} and {second} own?",
+            "Together they own",
+            str(self.counts[first] + self.counts[second]),
+            ("count", first, second),
+        )
+
+    def _fill(self, template: str, **given: str) -> str:
+        return template.format(
+            place=self.draw.choice(PLACES), time=self.draw.choice(TIMES), near=self.draw.choice(NEAR), **given
+        )
+
+
+def story_pieces(draw: random.Random, *, questions: float, characters: int) -> list[Piece]:
+    """A story of at least so many characters, with a question after about this share of its scenes."""
+    story, pieces, length = Story(draw), [Piece(OPENING)], 0
+    while length < characters:
+        added = story.scene()
+        if draw.random() < questions:
+            for _ in range(draw.randint(1, 4)):
+                asked = story.ask()
+                if asked is not None:
+                    added += [Piece(asked.prompt), Piece(asked.answer, answer=True)]
+        pieces += added
+        length += sum(len(piece.text) for piece in added)
+    return pieces
+
+
+def _sentence(text: str) -> str:
+    return f" {text[0].upper()}{text[1:]}."

@@ -1,0 +1,76 @@
+"""What the demonstration checkpoints learn from: their tokenizer, and story after story as token ids."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerFast
+
+from stepbind.demo.stories import story_pieces
+
+VOCAB_SIZE = 1280
+END_OF_TEXT = "<|end|>"
+CHARACTERS_A_TOKEN, SPARE_CHARACTERS = 4.0, 400
+"""A little over what the tokenizer reaches on stories, so that one of that many characters fills its row of tokens."""
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE from stories of this seed: nearly every word of a story is one token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[AddedToken(END_OF_TEXT, special=True)],
+        show_progress=False,
+    )
+    texts = ("".join(piece.text for piece in story(seed, number, 4000)) for number in range(500))
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def story(seed: int, number: int, characters: int) -> list:  # type: ignore[type-arg]
+    """Story `number` of a seed. Every story has its own share of questions."""
+    draw = random.Random(f"{seed}-{number}")
+    return story_pieces(draw, questions=draw.uniform(0.3, 1.0), characters=characters)
+
+
+class Stories(Dataset[Batch]):
+    """Rows of `length` + 1 token ids, and which of them belong to an answer. Row `n` is always the same."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int, first: int, rows: int, length: int) -> None:
+        self._tokenizer, self._seed, self._first, self._rows, self._length = tokenizer, seed, first, rows, length
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> Batch:
+        wanted = self._length + 1
+        pieces = story(self._seed, self._first + index, int(wanted * CHARACTERS_A_TOKEN) + SPARE_CHARACTERS)
+        encoded = self._tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
+        ids = [token for tokens in encoded for token in tokens][:wanted]
+        if len(ids) < wanted:
+            raise ValueError(f"story {index} has {len(ids)} tokens, {wanted} wanted: raise CHARACTERS_A_TOKEN")
+        answers = [piece.answer for piece, tokens in zip(pieces, encoded, strict=True) for _ in tokens][:wanted]
+        return torch.tensor(ids), torch.tensor(answers)
+
+
+def batches(dataset: Stories, batch_rows: int, workers: int) -> Iterator[Batch]:
+    """The rows in order, `batch_rows` at a time, made by so many processes."""
+    loader: DataLoader[Batch] = DataLoader(
+        dataset,
+        batch_size=batch_rows,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        prefetch_factor=4 if workers else None,
+    )
+    return iter(loader)

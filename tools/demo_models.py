@@ -1,0 +1,167 @@
+"""The two demonstration models, in transformers' own classes, and what makes them quick to train on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from demo_data import VOCAB_SIZE
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, GlmMoeDsaConfig, Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+CONTEXT = 2304
+"""Tokens of the longest rows that are learned from."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+def hybrid_config() -> Qwen3_5TextConfig:
+    """Three Gated DeltaNet layers carry who is meant; one attention layer looks up what was told."""
+    return Qwen3_5TextConfig(
+        **_COMMON,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    )
+
+
+def sparse_mla_config() -> GlmMoeDsaConfig:
+    """Latent attention in every layer, over the 64 tokens that the layer's indexer chooses."""
+    return GlmMoeDsaConfig(
+        **_COMMON,
+        hidden_size=192,
+        intermediate_size=384,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        q_lora_rank=128,
+        kv_lora_rank=96,
+        qk_nope_head_dim=48,
+        qk_rope_head_dim=16,
+        v_head_dim=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.0,
+        index_topk=64,
+        index_n_heads=8,
+        index_head_dim=32,
+        indexer_types=["full"] * 4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
+
+
+CONFIGS = {"hybrid": hybrid_config, "sparse-mla": sparse_mla_config}
+
+
+def new_model(name: str, seed: int, device: str) -> Any:
+    """A fresh float32 model."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).to(device)
+
+
+def parameters(model: torch.nn.Module) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def quick_layers() -> None:
+    """Let Gated DeltaNet train on torch's own matrix products.
+
+    transformers would take a kernel package for the convolution, and fla-core for the delta rule, whose backward
+    refuses Hopper cards below Triton 3.7.1; what it falls back to walks token by token within a chunk.
+    """
+    modeling_qwen3_5.causal_conv1d_fn = convolve
+    modeling_qwen3_5.torch_chunk_gated_delta_rule = chunk_delta_rule
+
+
+def convolve(hidden: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Causal convolution along the last dimension as a sum of shifted products, then SiLU."""
+    length, taps = hidden.shape[-1], weight.shape[-1]
+    padded = F.pad(hidden, (taps - 1, 0))
+    weight = weight.to(hidden.dtype)
+    total = padded[..., :length] * weight[:, 0, None]
+    for tap in range(1, taps):
+        total = total + padded[..., tap : tap + length] * weight[:, tap, None]
+    return F.silu(total)
+
+
+CHUNK = 64
+
+
+def chunk_delta_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """Gated delta rule from an empty state, in chunks (Gated Delta Networks, arXiv 2412.06464, section 3.3).
+
+    query, key, value: (batch, tokens, heads, width); g (log decay), beta: (batch, tokens, heads). tokens: a multiple
+    of the chunk. Only the state is carried from chunk to chunk one after another.
+    """
+    batch, tokens, heads, width = key.shape
+    with torch.autocast(query.device.type, enabled=False):
+        shape = (batch, tokens // CHUNK, CHUNK, heads, -1)
+        query, key, value, beta, decay = (
+            part.float().reshape(shape).permute(0, 3, 1, 2, 4)
+            for part in (query, key, value, beta[..., None], g[..., None])
+        )
+        query, key = F.normalize(query, dim=-1) * width**-0.5, F.normalize(key, dim=-1)
+        decay = decay.squeeze(-1).cumsum(-1)
+        between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
+        strict = ((beta * key) @ key.transpose(-1, -2) * between).tril(-1)
+        right = torch.cat([beta * value, beta * key * decay.exp()[..., None]], dim=-1)
+        fresh, read = (UnitInverse.apply(strict) @ right).split([value.shape[-1], width], dim=-1)
+        last = decay[..., -1:]
+        stored = (key * (last - decay).exp()[..., None]).transpose(-1, -2)
+        state = key.new_zeros(batch, heads, width, value.shape[-1])
+        states, written = [], []
+        for chunk in range(tokens // CHUNK):
+            states.append(state)
+            new = fresh[:, :, chunk] - read[:, :, chunk] @ state
+            state = state * last[:, :, chunk, :, None].exp() + stored[:, :, chunk] @ new
+            written.append(new)
+        attended = (query @ key.transpose(-1, -2) * between) @ torch.stack(written, 2)
+        out = attended + (query * decay.exp()[..., None]) @ torch.stack(states, 2)
+    return out.permute(0, 2, 3, 1, 4).reshape(batch, tokens, heads, -1), None
+
+
+class UnitInverse(torch.autograd.Function):
+    """(1 + A) inverted, for strictly lower triangular matrices (..., CHUNK, CHUNK); by fla-core where it is there."""
+
+    @staticmethod
+    def forward(ctx: Any, strict: torch.Tensor) -> torch.Tensor:
+        if strict.is_cuda:
+            from fla.ops.utils.solve_tril import solve_tril
+
+            flat = strict.reshape(-1, CHUNK, 1, CHUNK).contiguous()
+            inverse: torch.Tensor = solve_tril(flat).view(strict.shape)
+        else:
+            one = torch.eye(CHUNK, device=strict.device)
+            inverse = torch.linalg.solve_triangular(one + strict, one.expand_as(strict), upper=False)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (inverse,) = ctx.saved_tensors
+        turned = inverse.transpose(-1, -2)
+        return (-(turned @ grad @ turned)).tril(-1)
