@@ -28,13 +28,25 @@ class Guard:
     without: str
 
 
-FILL, CONV, DELTA = "plan/fill_torch.py", "ops/causal_conv.py", "ops/gated_delta.py"
+FILL, LAUNCH, KERNELS = "plan/fill_torch.py", "plan/fill_triton.py", "plan/fill_kernels.py"
+CONV, DELTA, LATENT = "ops/causal_conv.py", "ops/gated_delta.py", "ops/latent_attention.py"
+GRAPHS, RTP_STEPS, RTP_BINDING = "hosts/local/graphs.py", "hosts/rtp_llm/steps.py", "hosts/rtp_llm/binding.py"
+POSITIONS = "shared.prior_len[token.row] + token.offset if"
+LOOP = "[n + i for n, q in zip(step.prior_len.host, step.query_len.host) for i in range(q)]"
+ON_DEVICE, FROZEN = "_on_device(lengths, rows, step.device)", "torch.from_numpy(lengths.host)"
+VERIFIED = "prior.copy_(host.prefix_len.device)"
+SOURCES = "key = (tags, numbers, blocks, named, sizes)"
+SEARCH = "torch.searchsorted(end, index, right=True)"
+REPEAT = "torch.arange(counts.shape[0], device=counts.device).repeat_interleave(counts)"
+ARGMAX = "logits.argmax(dim=-1).int()"
 GUARDS = [
     Guard("01", FILL, "state_read[:rows] = read", "state_read[:rows] = write"),
     Guard("02", FILL, "    group, rows = table.group,", "    group, rows = step.tables[0].group,"),
     Guard("03", FILL, "* group.block_size - prior[item.row]", "* group.block_size"),
     Guard("04", CONV, "shared.query_len, plan.state_write)", "shared.query_len, plan.state_read)"),
     Guard("05", FILL, "inside = (column >= 0) & ", "inside = "),
+    Guard("06", FILL, "inside = (column >= 0) & ", "inside = "),
+    Guard("06", FILL, "missing = ((prior > 0) & (read < 0)) | ", "missing = "),
     Guard("07", "hosts/local/blocks.py", "self._free.pop()", "self._free[-1]"),
     Guard("08", FILL, "    group_plan.state_write[rows:] = -1\n", ""),
     Guard("09", "ops/cache_write.py", "nonzero(slot >= 0)", "nonzero(slot >= -1)"),
@@ -43,10 +55,24 @@ GUARDS = [
     Guard("10_11", FILL, "    group_plan.state_write[rows:] = -1\n", ""),
     Guard("12", "ops/attention.py", "context.masked_fill_(~readable[:, None, :, None], 0)", "context"),
     Guard("13", "ops/ragged.py", "new_zeros(tokens, *padded.shape[2:])", "new_full([tokens, *padded.shape[2:]], 1e9)"),
+    Guard("14", FILL, "        out[rows:] = 0\n", ""),
+    Guard("14", FILL, "    group_plan.slot[tokens:] = -1\n", ""),
+    Guard("14", FILL, "    group_plan.state_write[rows:] = -1\n", ""),
+    Guard("14", "plan/arena.py", "(buffers, step.padded_rows, step.padded_", "(buffers, step.num_rows, step.num_"),
+    Guard("15", FILL, "    group_plan.slot[tokens:] = -1\n", ""),
+    Guard("15", FILL, "    group_plan.state_read[rows:] = -1\n", ""),
+    Guard("15", FILL, "    return _none_outside_pool(block, table.group), beyond", "    return block, beyond"),
+    Guard("15", "targets/atom/values.py", "blocks, group_plan.slot)", "blocks, group_plan.slot.clone())"),
     Guard("16", FILL, "        out[tokens:] = padding\n", ""),
     Guard("16_tables", FILL, "        out[tokens:] = padding\n", ""),
     Guard("16_tables", "ops/latent_attention.py", "(row >= 0)[:, None] & ", ""),
     Guard("17", FILL, "_store_table(group_plan.physical_table,", "_store_table(physical.clone(),"),
+    Guard("18", FILL, POSITIONS, f"torch.tensor({LOOP}) if"),
+    Guard("18", FILL, ON_DEVICE, FROZEN),
+    Guard("18", RTP_STEPS, VERIFIED, "prior.copy_(host.prefix_len.host)"),
+    Guard("19", FILL, "zip(step.tables, plan.groups, strict", "zip(step.tables, plan.groups[:2] * 2, strict"),
+    Guard("19", LAUNCH, "_group_words(group_plan, ", "_group_words(arena.groups[index % 2], "),
+    Guard("19", "context.py", "self.plan.groups[index], ", "self.plan.groups[index % 2], "),
     Guard("20", "ops/latent_attention.py", " & (position < shared.context_len[:, None])", ""),
     Guard("20", "plan/arena.py", '        ("max_context", step.max_context, arena.max_context),\n', ""),
     Guard("21", "caches.py", "            buffer.data_ptr(),", "            0,"),
@@ -54,7 +80,27 @@ GUARDS = [
     Guard("21", "caches.py", "            buffer.dtype,", "            torch.float32,"),
     Guard("21", "caches.py", "            buffer.device,", '            torch.device("cpu"),'),
     Guard("21", "caches.py", "BufferKey.of(index_buffer), spec, group)", "BufferKey.of(index_buffer), None, group)"),
+    Guard("22", RTP_BINDING, SOURCES, "key = (tags, numbers)"),
+    Guard("22", "targets/atom/context.py", "key = (numbers, sizes, ", "key = (numbers, "),
+    Guard("23", FILL, POSITIONS, f"torch.tensor({LOOP}) if"),
+    Guard("23", GRAPHS, "position_ids=plan.shared.position[None]", "position_ids=None"),
+    Guard("23", RTP_STEPS, "if host.is_graph or lengths.are_bounds or is_dummy:", "if is_dummy:"),
     Guard("24", FILL, "torch.where(real, column, 0)].long()", "torch.where(real, column, 0)]"),
+    Guard(
+        "25",
+        FILL,
+        "    _fill_shared(step, plan.shared)\n",
+        "    [_fill_shared(step, plan.shared) for _ in step.tables]\n",
+    ),
+    Guard("25", LAUNCH, "        bucket.launch(descriptor,", "        for _ in step.tables: bucket.launch(descriptor,"),
+    Guard("25", KERNELS, "if tl.program_id(1) == 0:", "if tl.program_id(1) >= 0:"),
+    Guard("25", RTP_BINDING, "if key == self._sources_key:", "if False:"),
+    Guard("25", "hosts/local/rows.py", "if self._add_new_blocks():", "if self._add_new_blocks() or True:"),
+    Guard("26", FILL, SEARCH, REPEAT),
+    Guard("26", "plan/__init__.py", 'strict or (strict is None and arena.device.type == "cpu")', "strict is not False"),
+    Guard("26", RTP_STEPS, VERIFIED, "prior.copy_(torch.tensor(host.prefix_len.device.tolist()))"),
+    Guard("26", GRAPHS, ARGMAX, f"torch.tensor({ARGMAX}.tolist())"),
+    Guard("26", "ops/triton_causal_conv.py", "shared.query_len.shape[0]", "int((shared.query_len > 0).sum())"),
 ]
 
 
