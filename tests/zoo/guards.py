@@ -30,7 +30,8 @@ class Guard:
 
 FILL, LAUNCH, KERNELS = "plan/fill_torch.py", "plan/fill_triton.py", "plan/fill_kernels.py"
 CONV, DELTA, LATENT = "ops/causal_conv.py", "ops/gated_delta.py", "ops/latent_attention.py"
-GRAPHS, RTP_STEPS, RTP_BINDING = "hosts/local/graphs.py", "hosts/rtp_llm/steps.py", "hosts/rtp_llm/binding.py"
+GRAPHS = "hosts/local/graphs.py"
+RTP_READER, RTP_STEPS, RTP_BINDING = (f"hosts/rtp_llm/{name}.py" for name in ("reader", "steps", "binding"))
 POSITIONS = "shared.prior_len[token.row] + token.offset if"
 LOOP = "[n + i for n, q in zip(step.prior_len.host, step.query_len.host) for i in range(q)]"
 ON_DEVICE, FROZEN = "_on_device(lengths, rows, step.device)", "torch.from_numpy(lengths.host)"
@@ -49,12 +50,23 @@ GUARDS = [
     Guard("06", FILL, "missing = ((prior > 0) & (read < 0)) | ", "missing = "),
     Guard("07", "hosts/local/blocks.py", "self._free.pop()", "self._free[-1]"),
     Guard("08", FILL, "    group_plan.state_write[rows:] = -1\n", ""),
+    Guard("08", RTP_STEPS, "torch.mul(new, live, out=query)", "query.copy_(new)"),
+    Guard("08", RTP_STEPS, "    prior.mul_(live)\n", ""),
     Guard("09", "ops/cache_write.py", "nonzero(slot >= 0)", "nonzero(slot >= -1)"),
     Guard("09", CONV, "nonzero(slot >= 0)", "nonzero(slot >= -1)"),
     Guard("09", DELTA, "recurrent[slot[row].long()] = state[row]", "recurrent[slot.long()] = state"),
+    Guard("09", CONV, "nonzero(plan.state_read >= 0)", "nonzero(plan.state_read >= -1)"),
+    Guard("09", DELTA, "state[row] = recurrent[slot[row].long()].float()", "state[:] = recurrent[slot.long()].float()"),
+    Guard("09", "ops/triton_cache_write.py", "(target >= 0) & (block", "(target >= -1) & (block"),
+    Guard("09", "ops/triton_causal_conv.py", "(write >= 0) & (write < num_slots) & (W", "(write < num_slots) & (W"),
+    Guard("09", "ops/triton_gated_delta.py", "if (write >= 0) & (write < num_slots)", "if (write < num_slots)"),
     Guard("10_11", FILL, "    group_plan.state_write[rows:] = -1\n", ""),
+    Guard("10_11", FILL, "inside = (physical >= group.first_block) & ", "inside = (physical >= 0) & "),
     Guard("12", "ops/attention.py", "context.masked_fill_(~readable[:, None, :, None], 0)", "context"),
+    Guard("12", LATENT, "context.masked_fill_(~readable[..., None], 0)", "context"),
     Guard("13", "ops/ragged.py", "new_zeros(tokens, *padded.shape[2:])", "new_full([tokens, *padded.shape[2:]], 1e9)"),
+    Guard("13", CONV, "out = torch.zeros_like(x)", "out = torch.full_like(x, 1e9)"),
+    Guard("13", "ops/triton_causal_conv.py", "_activate(total, SILU), 0.0)", "_activate(total, SILU), 1.0)"),
     Guard("14", FILL, "        out[rows:] = 0\n", ""),
     Guard("14", FILL, "    group_plan.slot[tokens:] = -1\n", ""),
     Guard("14", FILL, "    group_plan.state_write[rows:] = -1\n", ""),
@@ -65,16 +77,27 @@ GUARDS = [
     Guard("15", "targets/atom/values.py", "blocks, group_plan.slot)", "blocks, group_plan.slot.clone())"),
     Guard("16", FILL, "        out[tokens:] = padding\n", ""),
     Guard("16_tables", FILL, "        out[tokens:] = padding\n", ""),
-    Guard("16_tables", "ops/latent_attention.py", "(row >= 0)[:, None] & ", ""),
+    Guard("16_tables", LATENT, "(row >= 0)[:, None] & ", ""),
     Guard("17", FILL, "_store_table(group_plan.physical_table,", "_store_table(physical.clone(),"),
+    Guard("17", FILL, "    group_plan.state_read[:rows] = read\n", ""),
+    Guard("17", FILL, "    group_plan.state_write[:rows] = write\n", ""),
+    Guard(
+        "17",
+        RTP_READER,
+        '(inputs, "kv_cache_kernel_block_id_device", None)',
+        '(inputs, "kv_cache_block_id_device", None)',
+    ),
     Guard("18", FILL, POSITIONS, f"torch.tensor({LOOP}) if"),
     Guard("18", FILL, ON_DEVICE, FROZEN),
     Guard("18", RTP_STEPS, VERIFIED, "prior.copy_(host.prefix_len.host)"),
     Guard("19", FILL, "zip(step.tables, plan.groups, strict", "zip(step.tables, plan.groups[:2] * 2, strict"),
     Guard("19", LAUNCH, "_group_words(group_plan, ", "_group_words(arena.groups[index % 2], "),
     Guard("19", "context.py", "self.plan.groups[index], ", "self.plan.groups[index % 2], "),
-    Guard("20", "ops/latent_attention.py", " & (position < shared.context_len[:, None])", ""),
+    Guard("20", LATENT, " & (position < shared.context_len[:, None])", ""),
     Guard("20", "plan/arena.py", '        ("max_context", step.max_context, arena.max_context),\n', ""),
+    Guard("20", "ops/attention.py", " & (position < shared.context_len[:, None])", ""),
+    Guard("20", "ops/triton_attention.py", "tl.minimum(prior + token - start + 1, table_", "(table_"),
+    Guard("20", RTP_BINDING, "longest is not None and longest > self.max_context", "False"),
     Guard("21", "caches.py", "            buffer.data_ptr(),", "            0,"),
     Guard("21", "caches.py", "            buffer.stride(),", "            (),"),
     Guard("21", "caches.py", "            buffer.dtype,", "            torch.float32,"),
