@@ -127,11 +127,24 @@ GUARDS = [
 ]
 
 
+CONFIGURATIONS = (
+    "DeepseekV3Config",
+    "DeepseekV32Config",
+    "GlmMoeDsaConfig",
+    "LlamaConfig",
+    "OlmoHybridConfig",
+    "Qwen3Config",
+    "Qwen3NextConfig",
+    "Qwen3_5MoeTextConfig",
+    "Qwen3_5TextConfig",
+)
+
+
 def exit_code_without(guard: Guard) -> int:
     """Exit code of the line's tests against a copy of the package in which the guard is gone."""
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "stepbind"
-        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(PACKAGE, copy)  # compiled files too: all but one are still good
         source = copy / guard.file
         text = source.read_text()
         if text.count(guard.guard) != 1:
@@ -155,14 +168,23 @@ def _run_tests(guard: Guard, directory: str) -> int:
 
 
 def main() -> None:
+    import_heavy_modules()
+    print(json.dumps([exit_code_without(guard) for guard in GUARDS]))
+
+
+def import_heavy_modules() -> None:
+    """Everything that tests import but the package and themselves."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     import hypothesis  # noqa: F401
     import torch
+    import torch._dynamo
     import transformers
+    import triton  # noqa: F401
 
     torch.set_num_threads(1)  # a forked process has no thread pool
-    for name in ("AutoModelForCausalLM", "AutoTokenizer", "Qwen3_5ForCausalLM"):
+    torch.zeros(2, device="meta").cumsum(0)  # shapes of operations are imported when one is asked for
+    for name in ("AutoModelForCausalLM", "AutoTokenizer", "Qwen3_5ForCausalLM", *CONFIGURATIONS):
         getattr(transformers, name)  # transformers imports a class's module when it is asked for
-    print(json.dumps([exit_code_without(guard) for guard in GUARDS]))
 
 
 if __name__ == "__main__":
