@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 
-from stepbind.demo.stories import story_pieces
+from stepbind.demo.stories import Piece, story_pieces
 
 VOCAB_SIZE = 1280
 END_OF_TEXT = "<|end|>"
@@ -38,7 +38,7 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     )
 
 
-def story(seed: int, number: int, characters: int) -> list:  # type: ignore[type-arg]
+def story(seed: int, number: int, characters: int) -> list[Piece]:
     """Story `number` of a seed. Every story has its own share of questions."""
     draw = random.Random(f"{seed}-{number}")
     return story_pieces(draw, questions=draw.uniform(0.3, 1.0), characters=characters)
@@ -56,7 +56,8 @@ class Stories(Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         wanted = self._length + 1
         pieces = story(self._seed, self._first + index, int(wanted * CHARACTERS_A_TOKEN) + SPARE_CHARACTERS)
-        encoded = self._tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
+        backend = self._tokenizer.backend_tokenizer
+        encoded = [each.ids for each in backend.encode_batch_fast([piece.text for piece in pieces])]
         ids = [token for tokens in encoded for token in tokens][:wanted]
         if len(ids) < wanted:
             raise ValueError(f"story {index} has {len(ids)} tokens, {wanted} wanted: raise CHARACTERS_A_TOKEN")

@@ -143,8 +143,9 @@ class Story:
         return Piece(f" {pronoun} owns {self.counts[name]} {self.draw.choice(ANIMALS)}.", (("count", name),))
 
     def _thing(self, name: str, pronoun: str) -> Piece:
-        free = [f"{colour} {noun}" for colour in COLOURS for noun in THINGS if f"{colour} {noun}" not in self.keepers]
-        thing = self.draw.choice(free)
+        thing = ""
+        while not thing or thing in self.keepers:
+            thing = f"{self.draw.choice(COLOURS)} {self.draw.choice(THINGS)}"
         self.keepers[thing] = name
         return Piece(f" {pronoun} {self.draw.choice(('keeps', 'has found'))} the {thing}.", (("keeper", thing),))
 

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 WOMEN = (
-    "Ada Anna Bella Clara Dora Edith Ella Emma Flora Greta Hanna Ida Iris Jana Julia Karin Lena Lucy Mara Mina Nora Olga "
-    "Petra Rosa Sara Tilda Vera Wanda"
+    "Ada Anna Bella Clara Dora Edith Ella Emma Flora Greta Hanna Ida Iris Jana Julia Karin Lena Lucy Mara Mina Nora "
+    "Olga Petra Rosa Sara Tilda Vera Wanda"
 ).split()
 MEN = (
-    "Aron Boris Carl David Emil Erik Felix Georg Hugo Ivan Jonas Karl Leo Lukas Marco Max Nils Oskar Otto Pavel Peter "
-    "Rolf Simon Sven Tom Ulf Viktor Walter"
+    "Aron Boris Carl David Emil Erik Felix Georg Hugo Ivan Jonas Karl Leo Lukas Marco Max Nils Oskar Otto Pavel "
+    "Peter Rolf Simon Sven Tom Ulf Viktor Walter"
 ).split()
 TOWNS = (
-    "Athens Basel Bergen Berlin Boston Bremen Cairo Calais Cork Delft Dover Dublin Essen Genoa Ghent Kiev Krakow Lille "
-    "Lima London Lyon Madrid Malmo Milan Munich Nancy Naples Odessa Oslo Oxford Padua Paris Parma Porto Prague Quito Riga "
-    "Rome Siena Sofia Split Tallinn Tokyo Trier Turin Utrecht Verona Vienna Warsaw York Zagreb Zurich"
+    "Athens Basel Bergen Berlin Boston Bremen Cairo Calais Cork Delft Dover Dublin Essen Genoa Ghent Kiev Krakow "
+    "Lille Lima London Lyon Madrid Malmo Milan Munich Nancy Naples Odessa Oslo Oxford Padua Paris Parma Porto "
+    "Prague Quito Riga Rome Siena Sofia Split Tallinn Tokyo Trier Turin Utrecht Verona Vienna Warsaw York Zagreb "
+    "Zurich"
 ).split()
 TRADES = (
-    "baker barber butcher carpenter cook dentist doctor driver farmer fisher gardener hunter lawyer mason miller nurse "
-    "painter pilot potter printer sailor singer smith tailor teacher weaver"
+    "baker barber butcher carpenter cook dentist doctor driver farmer fisher gardener hunter lawyer mason miller "
+    "nurse painter pilot potter printer sailor singer smith tailor teacher weaver"
 ).split()
 COLOURS = "black blue brown green grey orange purple red silver white yellow golden".split()
 THINGS = (
-    "basket bell book bottle bowl box candle chair clock coat compass cup drum flag flute hammer hat kettle key knife "
-    "ladder lamp map mirror ring rope scarf ship spoon vase violin wheel"
+    "basket bell book bottle bowl box candle chair clock coat compass cup drum flag flute hammer hat kettle key "
+    "knife ladder lamp map mirror ring rope scarf ship spoon vase violin wheel"
 ).split()
 ANIMALS = "cats cows dogs ducks geese goats hens horses pigs sheep".split()
 PLACES = (
-    "bakery barn bridge castle cellar church corner courtyard factory ferry field forest fountain garden gate hall harbour "
-    "hill inn island kitchen lake library market meadow mill orchard park river road school square stable station "
-    "theatre tower valley wall well yard"
+    "bakery barn bridge castle cellar church corner courtyard factory ferry field forest fountain garden gate hall "
+    "harbour hill inn island kitchen lake library market meadow mill orchard park river road school square stable "
+    "station theatre tower valley wall well yard"
 ).split()
 TIMES = (
     "at dawn|at noon|at night|in spring|in summer|in autumn|in winter|on Monday|on Tuesday|on Friday|on Sunday|"
