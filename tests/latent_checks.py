@@ -7,7 +7,7 @@ was not chosen.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -207,3 +207,52 @@ def whole_row(tokens: int) -> Plan:
     step = make_step([group], Phase.PREFILL, [tokens], [0], {"latent": table})
     arena = make_arena([group], max_rows=1, max_tokens=tokens, max_context=tokens)
     return build_plan(step, arena, triton=False)
+
+
+def check_garbage_touches_nothing_outside(seed: int, phase: Phase, shape: LatentShape, device: str) -> None:
+    """Tables, slots and choices of arbitrary numbers: nothing outside of the pages is written, and what comes out is
+    made of what stands in them."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    plan, group = latent_plan(rng, phase, shape)
+    tokens, blocks = plan.sizes.padded_tokens, group.group.num_kernel_blocks
+    table, slot, chosen = group.block_table.clone(), group.slot.clone(), random_choice(rng, plan, group)[0]
+    for values, limit in ((table, blocks), (slot, slots_in(group)), (chosen, 200)):
+        rubbish = torch.randint(-3, 2 * limit, values.shape).to(values.dtype)
+        rubbish = torch.where(torch.rand(values.shape) < 0.2, torch.iinfo(torch.int32).max, rubbish)
+        values.copy_(rubbish)
+    group = replace(group, block_table=table, slot=slot)
+    there: PagedPlan = moved(group, device)
+    shared, sizes = moved(plan.shared, device), plan.sizes
+
+    def guarded(elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of ones in the middle of a buffer of NaN."""
+        buffer = nan(3 * blocks, shape.page, elements, dtype=shape.dtype).to(device)
+        pages = buffer[blocks : 2 * blocks]
+        return pages.fill_(1), buffer
+
+    latent, latent_buffer = guarded(shape.elements)
+    keys, key_buffer = guarded(shape.index_dim)
+
+    def ones(*sizes: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
+        return torch.ones(sizes, dtype=dtype, device=device)
+
+    triton_cache_write.write_tokens(latent, ones(tokens, shape.rank), ones(tokens, shape.rotary_dim), there.slot)
+    triton_cache_write.write_tokens(keys, ones(tokens, shape.index_dim), None, there.slot)
+    for pages, buffer in ((latent, latent_buffer), (keys, key_buffer)):
+        assert bool((pages == 1).all())
+        assert bool(buffer[:blocks].isnan().all() & buffer[2 * blocks :].isnan().all())
+    query = ones(tokens, shape.heads, shape.nope_dim + shape.rotary_dim)
+    weight = ones(shape.heads, shape.nope_dim + shape.value_dim, shape.rank)
+    inputs = query, weight, LatentPages(latent)
+    index_query = ones(tokens, shape.index_heads, shape.index_dim)
+    index_weight = ones(tokens, shape.index_heads, dtype=torch.float32)
+    best = triton_indexer.choose_tokens(index_query, index_weight, keys, 16, there, shared, sizes)
+    assert bool((best < max(1, sizes.max_context)).all() & (best >= -1).all())
+    for out in (
+        triton_latent_attention.latent_attention(*inputs, there, shared, sizes, 0.1),
+        triton_latent_attention.sparse_latent_attention(*inputs, best, there, shared, 0.1),
+        triton_latent_attention.sparse_latent_attention(*inputs, chosen.to(device), there, shared, 0.1),
+    ):
+        # Latents of ones give values of `rank`; a token without any gives zeros.
+        assert bool((((out - shape.rank).abs() < 0.1) | (out == 0)).all())

@@ -1,4 +1,4 @@
-"""The GPU's latent attention, indexer and choice, in Triton's interpreter, equal the plain reference on random steps."""
+"""The GPU's latent attention and indexer, in Triton's interpreter, equal the plain reference on random steps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from stepbind.step import Phase
 from tests.latent_checks import (
     LatentShape,
     check_equal_keys_score_equal,
+    check_garbage_touches_nothing_outside,
     check_indexer,
     check_latent_attention,
     check_top_k,
@@ -32,7 +33,7 @@ def test_writes_go_to_the_slots_and_nowhere_else(seed: int, phase: Phase, dtype:
     check_writes(seed, phase, LatentShape(dtype=dtype, page=page), "cpu")
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(seeds, phases, dtypes, page_sizes, st.sampled_from((3, 16, 20)))
 def test_latent_attention_equals_the_reference(
     seed: int, phase: Phase, dtype: torch.dtype, page: int, heads: int
@@ -51,13 +52,13 @@ def test_contexts_in_one_part_and_in_many_give_the_same(seed: int, phase: Phase)
         check_latent_attention(seed, phase, LatentShape(contexts=8), "cpu")
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(seeds, phases, dtypes, page_sizes)
 def test_choices_equal_the_reference(seed: int, phase: Phase, dtype: torch.dtype, page: int) -> None:
     check_indexer(seed, phase, LatentShape(dtype=dtype, page=page), "cpu")
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(seeds)
 def test_blocks_of_tokens_tiles_and_programs_change_no_choice(seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -68,10 +69,17 @@ def test_blocks_of_tokens_tiles_and_programs_change_no_choice(seed: int) -> None
         check_indexer(seed, Phase.PREFILL, LatentShape(longest=6, contexts=2), "cpu")
 
 
+# Not float16: the interpreter's products are a library's, whose sums depend on the place.
 @settings(max_examples=6)
-@given(seeds, phases, dtypes)
-def test_equal_keys_score_equal_in_any_step(seed: int, phase: Phase, dtype: torch.dtype) -> None:
-    check_equal_keys_score_equal(seed, phase, LatentShape(dtype=dtype, index_heads=7, index_dim=24), "cpu")
+@given(seeds, phases)
+def test_equal_keys_score_equal_in_any_step(seed: int, phase: Phase) -> None:
+    check_equal_keys_score_equal(seed, phase, LatentShape(index_heads=7, index_dim=24), "cpu")
+
+
+@settings(max_examples=6)
+@given(seeds, phases, page_sizes)
+def test_garbage_touches_nothing_outside_of_the_pages(seed: int, phase: Phase, page: int) -> None:
+    check_garbage_touches_nothing_outside(seed, phase, LatentShape(page=page), "cpu")
 
 
 scores = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from([-1.0, 0.0, -0.0, 0.5, 2.0])

@@ -206,9 +206,9 @@ def _attend_latents(
         inside = (head < NUM_HEADS)[:, None] & (dim < RANK)[None, :]
         r_inside = (head < NUM_HEADS)[:, None] & (r_dim < ROTARY_DIM)[None, :]
         q_at = token * query_token + head[:, None] * query_head + dim[None, :] * query_dim
-        r_at = token * rotary_token + head[:, None] * rotary_head + r_dim[None, :] * rotary_dim
+        q_rotary_at = token * rotary_token + head[:, None] * rotary_head + r_dim[None, :] * rotary_dim
         q = tl.load(query + q_at, mask=inside, other=0).to(COMPUTE)
-        q_rotary = tl.load(rotary + r_at, mask=r_inside, other=0).to(COMPUTE)
+        q_rotary = tl.load(rotary + q_rotary_at, mask=r_inside, other=0).to(COMPUTE)
         acc = tl.zeros([HEADS, RANKS], tl.float32)
         weight = tl.zeros([HEADS], tl.float32)
         peak = tl.full([HEADS], float("-inf"), tl.float32)
