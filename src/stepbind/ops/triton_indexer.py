@@ -98,7 +98,7 @@ def index_scores(
         tl.float64 if exact else compute,
         tl.float64 if exact else tl.float32,
         num_warps=4,
-        num_stages=1 if exact else 2,
+        num_stages=1 if exact else 3,
     )
 
 
@@ -152,6 +152,9 @@ def _score_tokens(
     scores += (from_token - first_token).to(tl.int64) * score_token
     w_at = head * weight_head
     q_at = head[:, None] * query_head + dim[None, :] * query_dim
+    if TOKENS == 1:  # the keys come by themselves then, and their loads overlap with products
+        q = tl.load(query + q_at, mask=q_mask & (context > 0), other=0).to(COMPUTE)
+        w = tl.load(weight + w_at, mask=(head < NUM_HEADS) & (context > 0), other=0).to(SUM)
     for first in range(tl.program_id(1) * TILE, context, tl.num_programs(1) * TILE):
         position = first + tl.arange(0, TILE)
         covered = position < context
@@ -160,11 +163,21 @@ def _score_tokens(
         k_at = block.to(tl.int64) * key_block + (position % PAGE) * key_token
         k_mask = readable[None, :] & (dim < DIM)[:, None]
         k = tl.load(key + k_at[None, :] + dim[:, None] * key_dim, mask=k_mask, other=0).to(COMPUTE)
-        for token in range(from_token, to_token):
-            near = token - from_token
-            q = tl.load(query + near * query_token + q_at, mask=q_mask, other=0).to(COMPUTE)
-            w = tl.load(weight + near * weight_token + w_at, mask=head < NUM_HEADS, other=0).to(SUM)
-            product = tl.dot(q, k, tl.zeros([HEADS, TILE], SUM), input_precision="ieee", out_dtype=SUM)
-            score = tl.sum(tl.where(product > 0, product, 0.0) * w[:, None], axis=0).to(tl.float32)
-            score = tl.where(readable, score, float("-inf"))
-            tl.store(scores + near * score_token + position, score, mask=covered & (position <= prior + token - start))
+        if TOKENS == 1:
+            tl.store(scores + position, _scores_of(q, w, k, readable, SUM), mask=covered)
+        else:
+            for token in range(from_token, to_token):
+                near = token - from_token
+                q = tl.load(query + near * query_token + q_at, mask=q_mask, other=0).to(COMPUTE)
+                w = tl.load(weight + near * weight_token + w_at, mask=head < NUM_HEADS, other=0).to(SUM)
+                score = _scores_of(q, w, k, readable, SUM)
+                seen = covered & (position <= prior + token - start)
+                tl.store(scores + near * score_token + position, score, mask=seen)
+
+
+@triton.jit
+def _scores_of(q, w, k, readable, SUM: tl.constexpr):
+    """Scores [TILE] of one token's queries [HEADS, DIMS] and weights [HEADS] on keys [DIMS, TILE]."""
+    product = tl.dot(q, k, tl.zeros([q.shape[0], k.shape[1]], SUM), input_precision="ieee", out_dtype=SUM)
+    score = tl.sum(tl.where(product > 0, product, 0.0) * w[:, None], axis=0).to(tl.float32)
+    return tl.where(readable, score, float("-inf"))
