@@ -153,8 +153,9 @@ def _score_tokens(
     w_at = head * weight_head
     q_at = head[:, None] * query_head + dim[None, :] * query_dim
     if TOKENS == 1:  # the keys come by themselves then, and their loads overlap with products
-        q = tl.load(query + q_at, mask=q_mask & (context > 0), other=0).to(COMPUTE)
-        w = tl.load(weight + w_at, mask=(head < NUM_HEADS) & (context > 0), other=0).to(SUM)
+        heads = tl.where(context > 0, NUM_HEADS, 0)
+        q = tl.load(query + q_at, mask=q_mask & (head < heads)[:, None], other=0).to(COMPUTE)
+        w = tl.load(weight + w_at, mask=head < heads, other=0).to(SUM)
     for first in range(tl.program_id(1) * TILE, context, tl.num_programs(1) * TILE):
         position = first + tl.arange(0, TILE)
         covered = position < context
