@@ -76,7 +76,7 @@ def random_plan(rng: random.Random, kind: GroupKind, phase: Phase, shape: Shape)
     )
     arena = make_arena([group], max_rows=8, max_tokens=step.padded_tokens, max_context=step.max_context + size)
     plan = build_plan(step, arena, strict=False, triton=False)
-    if kind is GroupKind.ATTENTION:
+    if kind is not GroupKind.STATE:
         blocks = arena.groups[0].block_table[: step.padded_rows]  # type: ignore[union-attr]
         behind = torch.arange(blocks.shape[1]) >= -(-plan.shared.context_len[:, None] // kernel)
         blocks.masked_fill_(behind, rng.randrange(group.num_kernel_blocks))

@@ -121,7 +121,7 @@ def test_models_lists_the_families(run: Run) -> None:
 def test_doctor_says_versions_devices_and_kernels(run: Run) -> None:
     result = run("doctor")
     assert result.code == 0
-    for word in ("torch", "transformers", "device: cpu", "gated delta rule"):
+    for word in ("torch", "transformers", "device: cpu", "gated delta rule", "latent attention", "indexer"):
         assert word in result.out
 
 

@@ -17,7 +17,8 @@ OPS = (
     "causal convolution",
     "gated delta rule, decode",
     "gated delta rule, prefill",
-    "latent attention and indexer",
+    "latent attention",
+    "latent attention, indexer",
 )
 
 
@@ -60,8 +61,12 @@ def choices() -> list[Choice]:
 
 
 def _on_gpu(op: str) -> Choice:
-    if op == "latent attention and indexer":
-        return Choice(op, "cuda", "torch", "no GPU kernel yet: the CPU's code runs, waits, and cannot be captured")
+    if op == "latent attention":
+        return Choice(op, "cuda", "Triton", "stepbind's own, absorbed; dense, or over the tokens that an indexer chose")
+    if op == "latent attention, indexer":
+        return Choice(
+            op, "cuda", "Triton", "stepbind's own: scores, and a radix selection that falls on ties as the CPU's"
+        )
     if op != "gated delta rule, prefill":
         return Choice(op, "cuda", "Triton", "stepbind's own, the same source on NVIDIA and AMD")
     if find_spec("fla") is not None:

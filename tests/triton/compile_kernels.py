@@ -18,9 +18,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from stepbind.caches import KVPages
+from stepbind.caches import KVPages, LatentPages
 from stepbind.groups import CacheGroup, GroupKind
-from stepbind.ops import fla_gated_delta, triton_attention, triton_cache_write, triton_causal_conv, triton_gated_delta
+from stepbind.ops import (
+    fla_gated_delta,
+    triton_attention,
+    triton_cache_write,
+    triton_causal_conv,
+    triton_gated_delta,
+    triton_indexer,
+    triton_latent_attention,
+)
 from stepbind.ops.decay import Decay
 from stepbind.plan import build_plan, make_arena
 from stepbind.step import Phase, make_step
@@ -30,6 +38,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -128,7 +137,32 @@ def run_ops(dtype: torch.dtype, state_dtype: torch.dtype, phase: Phase, rows: in
         fla_gated_delta.chunked_gated_delta(*heads, decay, empty(tokens, 16), recurrent, states, shared, sizes)
 
 
+def run_latent_ops(dtype: torch.dtype, phase: Phase, rows: int, query: int, context: int, heads: int = 128) -> None:
+    """Fill and all ops for one layer of DeepSeek-V3.2, or of a part of its heads."""
+    latent = CacheGroup("latent", GroupKind.LATENT, (0,), 64, 64, 1024)
+    tables = {"latent": torch.ones(rows, context // 64 + query + 1, dtype=torch.int32)}
+    step = make_step((latent,), phase, [query] * rows, [context] * rows, tables)
+    arena = make_arena((latent,), max_rows=rows, max_tokens=rows * query, max_context=context + query)
+    plan = build_plan(step, arena, strict=False, triton=False)
+    tokens, shared, sizes = rows * query, plan.shared, plan.sizes
+    group: Any = plan.groups[0]
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    pages, keys = LatentPages(empty(latent.num_blocks, 64, 576)), empty(latent.num_blocks, 64, 128)
+    triton_cache_write.write_tokens(pages.latent, empty(tokens, 512), empty(tokens, 64), group.slot)
+    triton_cache_write.write_tokens(keys, empty(tokens, 128), None, group.slot)
+    index_weight = empty(tokens, 64, dtype=torch.float32)
+    chosen = triton_indexer.choose_tokens(empty(tokens, 64, 128), index_weight, keys, 2048, group, shared, sizes)
+    inputs = empty(tokens, heads, 192), empty(heads, 256, 512), pages
+    triton_latent_attention.latent_attention(*inputs, group, shared, sizes, 0.07)
+    triton_latent_attention.sparse_latent_attention(*inputs, chosen, group, shared, 0.07)
+
+
 def main(target: str) -> None:
+    triton_latent_attention.shared_memory_bytes = lambda device: SHARED_BYTES[target]
+
     def work() -> None:
         run_ops(torch.bfloat16, torch.bfloat16, Phase.DECODE, 256, 1, 512)
         run_ops(torch.bfloat16, torch.float32, Phase.DECODE, 1, 1, 512)
@@ -136,6 +170,10 @@ def main(target: str) -> None:
         run_ops(torch.bfloat16, torch.float32, Phase.PREFILL, 2, 130, 512)
         run_ops(torch.float32, torch.float32, Phase.DECODE, 1, 1, 512)
         run_ops(torch.float32, torch.float32, Phase.PREFILL, 2, 130, 512)
+        run_latent_ops(torch.bfloat16, Phase.DECODE, 32, 1, 4095)
+        run_latent_ops(torch.bfloat16, Phase.DECODE, 1, 1, 4095, heads=16)
+        run_latent_ops(torch.bfloat16, Phase.PREFILL, 2, 130, 4000)
+        run_latent_ops(torch.float32, Phase.DECODE, 1, 1, 4095)
 
     for launch in recorded(work):
         compiled = triton.compile(launch.source(), target=TARGETS[target], options=launch.options)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepbind.ops import fla_gated_delta, triton_attention
+from stepbind.ops import fla_gated_delta, triton_attention, triton_attention_splits
 from stepbind.step import Phase
 from tests.chunk_stand_in import chunk_gated_delta_rule
 from tests.op_checks import Shape, check_attention, check_convolution, check_gated_delta
@@ -40,7 +40,7 @@ def test_decode_with_its_context_in_one_part_is_the_same(seed: int) -> None:
 def test_decode_merges_many_parts(seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_attention, "PROGRAMS", 10**6)
-        patch.setattr(triton_attention, "MERGED_AT_ONCE", 2)
+        patch.setattr(triton_attention_splits, "MERGED_AT_ONCE", 2)
         check_attention(seed, Phase.DECODE, Shape(contexts=20), "cpu")
 
 

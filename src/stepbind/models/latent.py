@@ -25,6 +25,7 @@ class IndexInputs:
     sin: torch.Tensor  # [T, rotary dim]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the plan and writes the host's cache: not for a compiler to look into
 def latent_forward(
     module: Any,
     layout: LatentLayout,

@@ -20,11 +20,19 @@ def write_kv(pages: KVPages, key: torch.Tensor, value: torch.Tensor, slot: torch
 
 def write_latent(pages: LatentPages, latent: torch.Tensor, rotary_key: torch.Tensor, slot: torch.Tensor) -> None:
     """Store latent [T, rank] and rotary key [T, rotary dim] side by side at slot [T] int64; -1 is skipped."""
+    if latent.is_cuda:
+        from stepbind.ops import triton_cache_write
+
+        return triton_cache_write.write_tokens(pages.latent, latent, rotary_key, slot)
     write_tokens(pages.latent, torch.cat([latent, rotary_key], dim=-1), slot)
 
 
 def write_tokens(pages: torch.Tensor, values: torch.Tensor, slot: torch.Tensor) -> None:
     """Store values [T, elements] in pages [blocks, tokens per block, elements] at slot [T] int64; -1 is skipped."""
+    if values.is_cuda:
+        from stepbind.ops import triton_cache_write
+
+        return triton_cache_write.write_tokens(pages, values, None, slot)
     token, block, offset = _places(slot, pages.shape[1])
     pages[block, offset] = values[token].to(pages.dtype)
 

@@ -32,6 +32,10 @@ def choose_tokens(
     which hold the new tokens already. K is `top_k`, or the columns of the block table in tokens where that is less.
     Padding tokens choose nothing, and positions without a slot are never chosen.
     """
+    if query.is_cuda:
+        from stepbind.ops import triton_indexer
+
+        return triton_indexer.choose_tokens(query, weight, index_key, top_k, plan, shared, sizes)
     tokens = query.shape[0]
     width = min(top_k, plan.block_table.shape[1] * plan.group.kernel_block_size)
     chosen = torch.full((tokens, width), -1, dtype=torch.int32, device=query.device)

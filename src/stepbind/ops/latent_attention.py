@@ -32,12 +32,17 @@ def latent_attention(
     sizes: Sizes,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of query [T, heads, nope dim + rotary dim] over the pages, which hold the new tokens already,
-    in the cheaper of the two forms. weight: [heads, nope dim + value dim, rank], keys' rows first.
+    """Causal attention of query [T, heads, nope dim + rotary dim] over the pages, which hold the new tokens already:
+    on the CPU in the cheaper of the two forms, on a GPU absorbed. weight: [heads, nope dim + value dim, rank], keys'
+    rows first.
 
     A token attends to the positions 0 .. its own of its row that have a slot. Returns [T, heads, value dim], zero for
     padding tokens and tokens that have nothing to attend to.
     """
+    if query.is_cuda:
+        from stepbind.ops import triton_latent_attention
+
+        return triton_latent_attention.latent_attention(query, weight, pages, plan, shared, sizes, scale)
     if sizes.max_context == 0:
         return query.new_zeros(*query.shape[:2], _value_dim(query, weight, pages))
     attend = expanded_attention if expansion_is_cheaper(query, weight, pages, sizes) else absorbed_attention
@@ -86,9 +91,9 @@ def absorbed_attention(
     """Arguments and result of `latent_attention`, with all heads on the one latent key."""
     context, readable = gather_context(pages.latent, plan, shared)
     key = context.to(query.dtype)[:, None]
-    absorbed = _absorb(query, weight, pages)
+    absorbed = torch.cat(absorbed_query(query, weight, pages), dim=-1)
     mixed = attend_context(absorbed, key, key[..., : weight.shape[2]], readable, shared, sizes, scale)
-    return _values(mixed, query, weight, pages)
+    return values_of(mixed, query, weight, pages)
 
 
 def sparse_latent_attention(
@@ -106,9 +111,13 @@ def sparse_latent_attention(
     token, however long the context. Weight and result as in `latent_attention`; always in absorbed form, since tokens
     choose apart and an expansion would not be shared.
     """
+    if query.is_cuda:
+        from stepbind.ops import triton_latent_attention
+
+        return triton_latent_attention.sparse_latent_attention(query, weight, pages, chosen, plan, shared, scale)
     rank, elements = weight.shape[2], pages.latent.shape[2]
     slot = slots_of(chosen, plan, shared)
-    absorbed = _absorb(query, weight, pages)
+    absorbed = torch.cat(absorbed_query(query, weight, pages), dim=-1)
     mixed = query.new_zeros(*query.shape[:2], rank)
     block = max(1, MAX_GATHERED // max(1, chosen.shape[1] * elements))
     for start in range(0, query.shape[0], block):
@@ -119,7 +128,7 @@ def sparse_latent_attention(
         mixed[part] = scaled_dot_product_attention(
             absorbed[part, None], key, key[..., :rank], attn_mask=allowed[:, None, None], scale=scale
         ).squeeze(1)
-    return _values(mixed, query, weight, pages)
+    return values_of(mixed, query, weight, pages)
 
 
 def gather_context(pages: torch.Tensor, plan: PagedPlan, shared: Shared) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,13 +174,13 @@ def _nope_dim(query: torch.Tensor, weight: torch.Tensor, pages: LatentPages) -> 
     return query.shape[2] - (pages.latent.shape[2] - weight.shape[2])
 
 
-def _absorb(query: torch.Tensor, weight: torch.Tensor, pages: LatentPages) -> torch.Tensor:
-    """Queries on the latent key itself: [T, heads, elements]."""
+def absorbed_query(query: torch.Tensor, weight: torch.Tensor, pages: LatentPages) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries on the latent key itself: on its latent [T, heads, rank], on its rotary key [T, heads, rotary dim]."""
     nope_dim = _nope_dim(query, weight, pages)
     absorbed = torch.einsum("thn,hnr->thr", query[..., :nope_dim], weight[:, :nope_dim])
-    return torch.cat([absorbed, query[..., nope_dim:]], dim=-1)
+    return absorbed, query[..., nope_dim:]
 
 
-def _values(mixed: torch.Tensor, query: torch.Tensor, weight: torch.Tensor, pages: LatentPages) -> torch.Tensor:
+def values_of(mixed: torch.Tensor, query: torch.Tensor, weight: torch.Tensor, pages: LatentPages) -> torch.Tensor:
     """Values of weighted latents [T, heads, rank]: [T, heads, value dim]."""
     return torch.einsum("thr,hvr->thv", mixed, weight[:, _nope_dim(query, weight, pages) :])

@@ -15,16 +15,13 @@ import triton.language as tl
 
 from stepbind.caches import KVPages
 from stepbind.ops.triton_attention_prefill import attend_rows
+from stepbind.ops.triton_attention_splits import context_of, merge_splits, num_splits, positions_per_split
 from stepbind.ops.triton_attention_tile import attend_tile, compute_dtype, tile_tokens
 from stepbind.plan.plan import PagedPlan, Shared, Sizes
 from stepbind.step import Phase
 
 PROGRAMS = 264
 """Programs that decode should have at least: two for each of an H200's 132 multiprocessors."""
-MAX_SPLITS = 64
-TOKENS_PER_SPLIT = 8192
-"""Context tokens that one program of decode walks through at most, where MAX_SPLITS allows."""
-MERGED_AT_ONCE = 16
 
 
 def paged_attention(
@@ -46,13 +43,6 @@ def paged_attention(
     return out
 
 
-def num_splits(num_tokens: int, num_kv_heads: int, max_context: int, tile: int) -> int:
-    """Programs that share one token's context: as many as fill the GPU, and more for long contexts. A power of 2."""
-    wanted = max(PROGRAMS // (num_tokens * num_kv_heads), -(-max_context // TOKENS_PER_SPLIT), 1)
-    useful = max(1, min(wanted, -(-max_context // tile), MAX_SPLITS))
-    return 1 << (useful.bit_length() - 1)
-
-
 def _attend_tokens(
     out: torch.Tensor,
     query: torch.Tensor,
@@ -66,7 +56,7 @@ def _attend_tokens(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, page = pages.key.shape[1], pages.key.shape[2]
     tile, dims = tile_tokens(head_dim), triton.next_power_of_2(head_dim)
-    splits = num_splits(num_tokens, num_kv_heads, sizes.max_context, tile)
+    splits = num_splits(num_tokens, num_kv_heads, sizes.max_context, tile, PROGRAMS)
     target, peak, weight = out, out, out
     if splits > 1:
         target = query.new_empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32)
@@ -97,42 +87,12 @@ def _attend_tokens(
         dims,
         tile,
         splits > 1,
-        compute_dtype(query, pages),
+        compute_dtype(query, pages.key),
         num_warps=4,
         num_stages=3 if query.element_size() == 2 else 1,
     )
     if splits > 1:
-        _merge_splits[(num_tokens, num_heads)](
-            out,
-            target,
-            peak,
-            weight,
-            shared.row_of_token,
-            shared.query_start,
-            shared.prior_len,
-            plan.block_table.shape[1],
-            splits,
-            head_dim,
-            page,
-            dims,
-            tile,
-            MERGED_AT_ONCE,
-        )
-
-
-@triton.jit
-def _context_of(token, row_of_token, query_start, prior_len, table_columns, PAGE):
-    """Row of a token, and how many positions of its row it attends to: 0 for padding."""
-    row = tl.load(row_of_token + token)
-    live = row >= 0
-    prior = tl.load(prior_len + row, mask=live, other=0)
-    start = tl.load(query_start + row, mask=live, other=0)
-    return row, tl.where(live, tl.minimum(prior + token - start + 1, table_columns * PAGE), 0)
-
-
-@triton.jit
-def _positions_per_split(context, splits, TILE):
-    return tl.cdiv(tl.cdiv(context, splits), TILE) * TILE
+        merge_splits(out, target, peak, weight, shared, plan.block_table.shape[1], page, tile)
 
 
 @triton.jit
@@ -178,8 +138,8 @@ def _attend_split(
     """
     token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
-    row, context = _context_of(tl.program_id(0), row_of_token, query_start, prior_len, table_columns, PAGE)
-    length = _positions_per_split(context, splits, TILE)
+    row, context = context_of(tl.program_id(0), row_of_token, query_start, prior_len, table_columns, PAGE)
+    length = positions_per_split(context, splits, TILE)
     first = split * length
     if (split == 0) | (first < context):
         dim = tl.arange(0, DIMS)
@@ -227,45 +187,3 @@ def _attend_split(
             mean = acc / tl.where(weight > 0, weight, 1.0)[:, None]
             at = (token * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
             tl.store(out + at, mean.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _merge_splits(
-    out,
-    partial,
-    peaks,
-    weights,
-    row_of_token,
-    query_start,
-    prior_len,
-    table_columns,
-    splits,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIMS: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Program (t, h): the result of token t and query head h from the parts of its context that have positions."""
-    at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    _, context = _context_of(tl.program_id(0), row_of_token, query_start, prior_len, table_columns, PAGE)
-    used = tl.cdiv(context, tl.maximum(_positions_per_split(context, splits, TILE), 1))
-    dim = tl.arange(0, DIMS)
-    acc = tl.zeros([DIMS], tl.float32)
-    weight = 0.0
-    peak = float("-inf")
-    for first in range(0, used, PARTS):
-        part = first + tl.arange(0, PARTS)
-        part_peak = tl.load(peaks + at * splits + part, mask=part < used, other=float("-inf"))
-        part_weight = tl.load(weights + at * splits + part, mask=part < used, other=0)
-        inside = (part < used)[:, None] & (dim < HEAD_DIM)[None, :]
-        value = tl.load(partial + (at * splits + part)[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0)
-        higher = tl.maximum(peak, tl.max(part_peak, axis=0))
-        reference = tl.where(higher == float("-inf"), 0.0, higher)
-        share = tl.exp2(part_peak - reference)
-        shrink = tl.exp2(peak - reference)
-        acc = acc * shrink + tl.sum(value * share[:, None], axis=0)
-        weight = weight * shrink + tl.sum(part_weight * share, axis=0)
-        peak = higher
-    mean = acc / tl.where(weight > 0, weight, 1.0)
-    tl.store(out + at * HEAD_DIM + dim, mean.to(out.dtype.element_ty), mask=dim < HEAD_DIM)

@@ -48,7 +48,7 @@ def attend_rows(
         triton.next_power_of_2(head_dim),
         tokens_at_once,
         tile_tokens(head_dim),
-        compute_dtype(query, pages),
+        compute_dtype(query, pages.key),
         num_warps=4,
         num_stages=2 if query.element_size() == 2 else 1,
     )

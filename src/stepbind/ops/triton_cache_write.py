@@ -33,6 +33,29 @@ def write_kv(pages: KVPages, key: torch.Tensor, value: torch.Tensor, slot: torch
     )
 
 
+def write_tokens(pages: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None, slot: torch.Tensor) -> None:
+    """Store first [T, A] and behind it second [T, B], if given, in pages [blocks, tokens per block, A + B or more] at
+    slot [T] int64; -1 and slots outside the pages are skipped. One launch, one program a token."""
+    if first.shape[0] == 0:
+        return
+    behind = first if second is None else second
+    _write_tokens[(first.shape[0],)](
+        first,
+        behind,
+        pages,
+        slot,
+        pages.shape[0],
+        *first.stride(),
+        *behind.stride(),
+        *pages.stride(),
+        first.shape[1],
+        0 if second is None else second.shape[1],
+        pages.shape[1],
+        triton.next_power_of_2(first.shape[1]),
+        triton.next_power_of_2(behind.shape[1]),
+    )
+
+
 @triton.jit
 def _write_kv(
     key,
@@ -74,3 +97,37 @@ def _write_kv(
         value_at = block * value_page_block + offset * value_page_token + head * value_page_head + dim * value_page_dim
         tl.store(key_pages + key_at, k.to(key_pages.dtype.element_ty), mask=inside)
         tl.store(value_pages + value_at, v.to(value_pages.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_tokens(
+    first,
+    second,
+    pages,
+    slot,
+    num_blocks,
+    first_token,
+    first_dim,
+    second_token,
+    second_dim,
+    page_block,
+    page_token,
+    page_dim,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    PAGE: tl.constexpr,
+    FIRST_DIMS: tl.constexpr,
+    SECOND_DIMS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    target = tl.load(slot + token)
+    block, offset = target // PAGE, target % PAGE
+    if (target >= 0) & (block < num_blocks):
+        at = pages + block * page_block + offset * page_token
+        dim = tl.arange(0, FIRST_DIMS)
+        value = tl.load(first + token * first_token + dim * first_dim, mask=dim < FIRST)
+        tl.store(at + dim * page_dim, value.to(pages.dtype.element_ty), mask=dim < FIRST)
+        if SECOND > 0:
+            dim = tl.arange(0, SECOND_DIMS)
+            value = tl.load(second + token * second_token + dim * second_dim, mask=dim < SECOND)
+            tl.store(at + (FIRST + dim) * page_dim, value.to(pages.dtype.element_ty), mask=dim < SECOND)

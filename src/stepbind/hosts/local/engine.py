@@ -86,8 +86,7 @@ class LocalEngine:
         )
         self._poison = Poison(self.groups, self.buffers, self.index_buffers) if options.poison else None
         self._decoder: GraphDecoder | None = None
-        capturable = self.device.type == "cuda" and all(layer.kind is not GroupKind.LATENT for layer in layers)
-        if capturable if options.graphs is None else options.graphs:
+        if self.device.type == "cuda" if options.graphs is None else options.graphs:
             self._decoder = GraphDecoder(
                 model, self._arena, self._caches, options.graph_rows, compile_layers=options.compile_layers
             )

@@ -17,10 +17,9 @@ class EngineOptions:
     it. token_budget: prompt tokens that one prefill pass may take. max_rows: requests in flight. cache_tokens: tokens
     that the attention pools hold together. keep_state_every: keep each k-th block's recurrent state, as hosts do that
     reuse prefixes (0: none). poison: fill what nobody owns with NaN and check it after every pass.
-    graphs: replay decode passes captured at `graph_rows` padded rows. None is yes on a GPU, except for latent layers,
-    whose ops wait for the GPU; yes on the CPU runs the captured pass again, for tests. compile_layers: let
-    torch.compile fuse what stands between the ops in them. state_dtype: of recurrent states in the cache; arithmetic
-    on them is float32 in any case.
+    graphs: replay decode passes captured at `graph_rows` padded rows. None is yes on a GPU; yes on the CPU runs the
+    captured pass again, for tests. compile_layers: let torch.compile fuse what stands between the ops in them.
+    state_dtype: of recurrent states in the cache; arithmetic on them is float32 in any case.
     """
 
     block_size: int = 16
