@@ -44,7 +44,7 @@ class Phase:
 
 
 PHASES = {
-    "hybrid": (Phase(1200, 128, 256, 3e-3), Phase(500, 48, 768, 2e-3), Phase(1500, 20, CONTEXT, 2e-3)),
+    "hybrid": (Phase(1200, 128, 256, 3e-3), Phase(500, 48, 768, 2e-3), Phase(2000, 20, CONTEXT, 2e-3)),
     "sparse-mla": (
         Phase(2500, 128, 256, 3e-3),
         Phase(800, 48, 768, 2e-3),
