@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from stepbind.targets import atom
-from stepbind.targets.atom import context as atom_context
 from stepbind.targets.atom import passes
 from stepbind.targets.atom.computed import Computed
+from stepbind.targets.atom.kept import kept_on, update_groups
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import PlanBuffers, compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import read
@@ -45,9 +45,7 @@ class Pass:
         runtime = runtime_for(self.model, 8, 8 // ratio, 100)
         self.host = read(self.inputs)
         maps = self.cls.collect_layer_maps(self.model)
-        kept = atom_context._kept_on(runtime)
-        atom_context._tensors(kept, runtime, maps, atom_context.atom.atom_api())
-        self.groups = atom_context._groups(kept, runtime, maps, self.host)
+        self.groups = update_groups(kept_on(runtime), runtime, maps, self.host)
 
     def general(self, monkeypatch: pytest.MonkeyPatch) -> Computed:
         with monkeypatch.context() as patch:
