@@ -12,6 +12,7 @@ table, and writes it to FILE.
 from __future__ import annotations
 
 import importlib
+import itertools
 import statistics
 import sys
 import time
@@ -33,6 +34,7 @@ passes: Any = importlib.import_module("tests.targets.atom_double.passes")
 LAYERS = 48
 BLOCK_SIZE, NUM_BLOCKS = 64, 4096
 REPEATS = 150
+PASSES = 4
 HYBRID, PLAIN, LATENT = "RTPForwardQwen35HybridContext", "RTPForwardContext", "RTPForwardMLAContext"
 
 
@@ -73,13 +75,18 @@ class Bench:
         self.case = case
         self.model = MODELS[case.name](LAYERS)
         self.kv_cache = passes.runtime_for(self.model, BLOCK_SIZE, BLOCK_SIZE, NUM_BLOCKS).kv_cache
+        self.passes = [self._pass(number) for number in range(PASSES)]
+
+    def _pass(self, number: int) -> tuple[Any, torch.Tensor]:
+        """Inputs and positions; each pass has `number` tokens more in the cache."""
+        case = self.case
         groups = 4 if case.name == HYBRID else 1
-        columns = -(-(case.prior + case.query) // BLOCK_SIZE)
-        generator = torch.Generator().manual_seed(0)
+        query, prior = [case.query] * case.rows, [case.prior + number] * case.rows
+        columns = -(-(case.prior + PASSES + case.query) // BLOCK_SIZE)
+        generator = torch.Generator().manual_seed(number)
         shape = (groups, case.rows, columns)
         blocks = torch.randint(1, NUM_BLOCKS, shape, generator=generator, dtype=torch.int32)
-        query, prior = [case.query] * case.rows, [case.prior] * case.rows
-        self.inputs = passes.pass_inputs(
+        inputs = passes.pass_inputs(
             prefill=case.prefill,
             query=query,
             prior=prior,
@@ -87,35 +94,34 @@ class Bench:
             store=blocks[0].clone(),
             layer_to_group=[0 if layer % 4 == 3 else 1 + layer % 4 for layer in range(LAYERS)],
         )
-        self.positions = passes.positions_of(query, prior)
+        return inputs, passes.positions_of(query, prior)
 
     def calls(self, bridge: Any) -> tuple[Callable[[], None], Callable[[], None]]:
         """A bind, and a bind with every layer's state slots."""
         context = getattr(bridge, self.case.name)
         runtime = SimpleNamespace(kv_cache=self.kv_cache)
         maps = context.collect_layer_maps(self.model)
-        attention = self.inputs.attention_inputs
-        arguments: dict[str, Any] = {
-            "model": self.model,
-            "runtime": runtime,
-            "inputs": self.inputs,
-            "positions": self.positions,
-            "layer_maps": maps,
-        }
+        turns = itertools.cycle(self.passes)
+
+        def next_bind() -> Any:
+            inputs, positions = next(turns)
+            return context.bind(
+                model=self.model, runtime=runtime, inputs=inputs, positions=positions, layer_maps=maps
+            )
 
         def bind() -> None:
-            with context.bind(**arguments):
+            with next_bind():
                 pass
 
         def with_states() -> None:
-            with context.bind(**arguments):
+            with next_bind():
                 metadata = importlib.import_module("atom.utils.forward_context").get_forward_context().attn_metadata
                 gdn = metadata.gdn_metadata
                 for layer in maps[0]:
                     context.state_indices_for_layer(
                         attn_inputs=gdn.rtp_attn_inputs,
-                        is_prefill=attention.is_prefill,
-                        device=self.positions.device,
+                        is_prefill=self.case.prefill,
+                        device=torch.device("cpu"),
                         seq_size_per_block=gdn.rtp_seq_size_per_block,
                         layer_num=layer,
                         state_indices_cache=gdn.rtp_state_indices_cache,

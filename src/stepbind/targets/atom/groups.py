@@ -22,8 +22,9 @@ class AtomGroups:
     kernel_block_size: of the first group, in tokens. layer_to_group: the host's number of each layer's group, as the
     pass says it (empty where there is one). state_groups: numbers of the groups that have Gated DeltaNet layers.
     first_slots, first_states: the first of the host's groups taken for one of attention, and for a recurrent one, in
-    blocks of `block_size`: what the reference's fields of the first group are read with. has_kernel_blocks: whether any
-    group has kernel blocks smaller than its physical ones. fewest_blocks: of all pools."""
+    blocks of `block_size`: what the reference's fields of the first group are read with. first_paged: which of `sources`
+    is the first of the host's groups and has slots, if any. has_kernel_blocks: whether any group has kernel blocks
+    smaller than its physical ones. fewest_blocks: of all pools."""
 
     sources: tuple[GroupSource, ...]
     block_size: int
@@ -32,6 +33,7 @@ class AtomGroups:
     state_groups: tuple[int, ...]
     first_slots: CacheGroup
     first_states: CacheGroup
+    first_paged: int | None
     has_kernel_blocks: bool
     fewest_blocks: int
 
@@ -84,6 +86,9 @@ def atom_groups(kv_cache: Any, maps: LayerMaps, host: AtomPass, layer_to_group: 
         state_groups,
         first_slots,
         first_states,
+        first_paged=next(
+            (i for i, each in enumerate(sources) if each.table == 0 and each.group.kind is not GroupKind.STATE), None
+        ),
         has_kernel_blocks=any(source.group.ratio > 1 for source in sources),
         fewest_blocks=min((source.group.num_blocks for source in sources), default=0),
     )

@@ -16,7 +16,6 @@ from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
 from stepbind.plan import Arena, build_plan, make_arena
 from stepbind.step import INT32_MAX, Granularity, Step
 from stepbind.targets.atom.computed import Computed
-from stepbind.targets.atom.decode import usual_decode
 from stepbind.targets.atom.groups import AtomGroups, granularity
 from stepbind.targets.atom.metadata import Profile
 from stepbind.targets.atom.read import (
@@ -30,6 +29,7 @@ from stepbind.targets.atom.read import (
 )
 from stepbind.targets.atom.shared import SharedValues, of_plan, on_host
 from stepbind.targets.atom.tables import to_physical
+from stepbind.targets.atom.usual import usual_pass
 from stepbind.targets.atom.values import GroupTable, GroupValues, Rows, from_plan, slots_at, values_of
 
 MIN_ROWS = 256
@@ -88,7 +88,7 @@ def compute_on_host(
     host: AtomPass, positions: torch.Tensor, profile: Profile, groups: AtomGroups, strict: bool | None, budget: int
 ) -> Computed:
     """From values that are on the host. `budget`: context of a dummy pass, at least 1."""
-    computed = None if host.is_prefill else usual_decode(host, positions, profile, groups)
+    computed = usual_pass(host, positions, profile, groups)
     if computed is not None:
         return computed
     seq_lens = context_lengths(host, profile, in_graph=host.graph_flag)
