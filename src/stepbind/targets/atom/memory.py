@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import is_, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -51,15 +51,12 @@ def layer_numbers(maps: LayerMaps) -> list[int]:
     return sorted({*maps[0], *maps[1], *maps[2]})
 
 
-_shape = attrgetter("shape")
-
-
 class CacheViews:
     """The cache views of a runtime's layers, and all that they bake in of its buffers: pointer, shape, stride, offset,
     dtype, device, of the scales too (seed behaviour 18).
 
-    A tensor object that is held stands for its stride, offset, dtype and device itself: whoever changes those makes a
-    new one. Its pointer and shape can change in place (`set_`, `resize_`).
+    A tensor object that is held stands for its dtype and device itself: whoever changes those makes a new one. The rest
+    can change in place (`set_`, `resize_`); an alias beside it stays as it was.
 
     Raises `StepError` as `cache_tensors`.
     """
@@ -69,12 +66,9 @@ class CacheViews:
         self._kv_cache, self._maps = kv_cache, maps
         self._numbers = layer_numbers(maps)
         self._buffers = _buffers(kv_cache, self._numbers)
-        self._places = list(map(torch.Tensor.data_ptr, self._buffers))
-        self._shapes = list(map(_shape, self._buffers))
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        return (id(self._kv_cache), *map(id, self._buffers), *self._places, *self._shapes)
+        self._aliases = [buffer.detach() for buffer in self._buffers]
+        places = ((buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype) for buffer in self._buffers)
+        self.signature = (id(kv_cache), *places)
 
     def are_of(self, kv_cache: Any, maps: LayerMaps) -> bool:
         """Whether they are still good for this cache and these layers."""
@@ -84,8 +78,7 @@ class CacheViews:
         return (
             len(buffers) == len(own)
             and all(map(is_, buffers, own))
-            and list(map(torch.Tensor.data_ptr, buffers)) == self._places
-            and list(map(_shape, buffers)) == self._shapes
+            and all(map(torch.Tensor.is_set_to, buffers, self._aliases))
         )
 
 

@@ -57,18 +57,19 @@ def conv_programs(query_start: Offsets, device: torch.device) -> tuple[dict[int,
     by chunk size, and the two lists [max(1024, programs) * 2] int32 on the device, -1 behind the last program."""
     counts = (query_start[1:] - query_start[:-1] + (CONV_CHUNK - 1)) // CONV_CHUNK  # of the offsets' dtype
     end = counts.cumsum()
-    total = int(end[-1])
+    total = end.item(-1)
     row = np.arange(counts.size).repeat(counts)
-    chunk = np.arange(total, dtype=np.int32)
-    chunk -= (end - counts).astype(np.int32).repeat(counts)
     lists = np.empty((2, 2 * max(1024, total)), dtype=np.int32)
     lists[:, total:] = -1
     lists[0, :total] = row
-    lists[1, :total] = chunk
-    both = torch.from_numpy(lists)
-    if device.type != "cpu":
-        both = both.pin_memory().to(device, non_blocking=True)
-    batch, offset = both.unbind(0)
+    chunk = lists[1, :total]
+    chunk[:] = upto(total).numpy()
+    if counts.size > 1:
+        chunk -= (end - counts).astype(np.int32).repeat(counts)
+    if device.type == "cpu":
+        batch, offset = torch.from_numpy(lists[0]), torch.from_numpy(lists[1])
+    else:
+        batch, offset = torch.from_numpy(lists).pin_memory().to(device, non_blocking=True).unbind(0)
     programs = {
         "nums": torch.from_numpy(counts),
         "tot": total,

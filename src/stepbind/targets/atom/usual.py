@@ -42,13 +42,13 @@ def _decode(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: A
     if lowest(token) < 0 or (start is not None and start[-1] > 0):
         return None
     wide = token.astype(np.int64)
-    found = _found(host, profile, groups, _rows(rows), token, wide, wide)
+    found = _found(host, profile, groups, None, token, wide, wide)
     if found is None:
         return None
     return Computed(
         is_dummy=False,
         num_tokens=rows,
-        shared=SharedValues(_one_each(rows), upto(rows) if profile.sparse_fields else None, None, None),
+        shared=SharedValues(_one_each(rows), _rows(rows) if profile.sparse_fields else None, None, None),
         query_start_host=one_each(rows),
         seq_lens=host.plus_one,  # type: ignore[arg-type]  # it has numbers
         max_query=1,
@@ -80,7 +80,7 @@ def _prefill(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: 
     token += count.numpy()[:-1]
     if not _are(positions, token):
         return None
-    row = _rows(rows).repeat(query)
+    row = _rows(rows).numpy().repeat(query)
     wide = prior.astype(np.int64)
     last = wide + query
     last -= 1
@@ -120,42 +120,49 @@ class _Found(NamedTuple):
 
 
 def _found(
-    host: AtomPass, profile: Profile, groups: AtomGroups, row: Int32, token: Int32, prior: Int64, last: Int64
+    host: AtomPass, profile: Profile, groups: AtomGroups, row: Int32 | None, token: Int32, prior: Int64, last: Int64
 ) -> _Found | None:
-    """row, token: [T] of each new token. prior: [B] tokens in the cache. last: [B] number of the last new token. None
-    where a block is missing."""
+    """row, token: [T] of each new token; row None: one token a row. prior: [B] tokens in the cache. last: [B] number of
+    the last new token. None where a block is missing."""
     tables = [host.tables[source.table] for source in groups.sources]
     if profile.physical_table and host.store is not None:
         tables = [host.store if s.table == 0 else table for s, table in zip(groups.sources, tables, strict=True)]
     arrays = [table.numpy() for table in tables]
-    states: list[tuple[torch.Tensor, torch.Tensor]] = []
+    blocks, states = None, ()
     if groups.state_groups:
         blocks = _blocks_of_states(arrays, groups, prior, last)
         if blocks is None:
             return None
-        states = [(torch.from_numpy(each[0]), torch.from_numpy(each[1])) for each in blocks]
+        states = torch.from_numpy(blocks).unbind()  # [groups * 2] of [B]
+    slot: Int64 | None
     values = []
     for index, (source, table) in enumerate(zip(groups.sources, tables, strict=True)):
-        group = source.group
+        number, group = source.table, source.group
         if group.kind is GroupKind.STATE:
-            values.append(GroupValues(source.table, group.kind, group.layers, table, None, *states[index]))
+            read, write = states[2 * index], states[2 * index + 1]
+            values.append(GroupValues(number, group.kind, group.layers, table, None, read, write))
             continue
-        slot = _slots(arrays[index], group.block_size, groups.fewest_blocks, row, token)
-        if slot is None:
-            return None
-        values.append(GroupValues(source.table, group.kind, group.layers, table, torch.from_numpy(slot)))
+        if row is None and blocks is not None:
+            slot = blocks[2 * index + 1] * np.int64(group.block_size)
+            slot += token % group.block_size
+        else:
+            slot = _slots(arrays[index], group.block_size, groups.fewest_blocks, row, token)
+            if slot is None:
+                return None
+        values.append(GroupValues(number, group.kind, group.layers, table, torch.from_numpy(slot)))
     first = groups.first_paged
     assert first is not None
     slot_mapping = values[first].slot_mapping
     assert slot_mapping is not None
-    return _Found(tuple(values), tables[first], slot_mapping, *(states[first] if states else (None, None)))
+    pair = (states[2 * first], states[2 * first + 1]) if states else (None, None)
+    return _Found(tuple(values), tables[first], slot_mapping, *pair)
 
 
 def _blocks_of_states(tables: list[Int32], groups: AtomGroups, prior: Int64, last: Int64) -> Int32 | None:
-    """[groups, 2, B] blocks, in every table, of the last token in the cache (-1 where there is none) and of the last new
-    one. Places are found once for all tables of the same shape and block size."""
+    """[groups * 2, B] blocks: for each table that of the last token in the cache (-1 where there is none) and that of the
+    last new one. Places are found once for all tables of the same shape and block size."""
     rows = last.size
-    blocks = np.empty((len(tables), 2, rows), dtype=np.int32)
+    blocks = np.empty((2 * len(tables), rows), dtype=np.int32)
     tokens = np.empty((2, rows), dtype=np.int64)
     np.subtract(prior, 1, out=tokens[0])
     tokens[1] = last
@@ -164,7 +171,7 @@ def _blocks_of_states(tables: list[Int32], groups: AtomGroups, prior: Int64, las
         fresh = prior == 0
         tokens[0][fresh] = last[fresh]
     places: dict[tuple[int, int], Int64] = {}
-    for out, source, table in zip(blocks, groups.sources, tables, strict=True):
+    for index, (source, table) in enumerate(zip(groups.sources, tables, strict=True)):
         columns, size = table.shape[1], source.group.block_size
         at = places.get((columns, size))
         if at is None:
@@ -173,27 +180,27 @@ def _blocks_of_states(tables: list[Int32], groups: AtomGroups, prior: Int64, las
                 return None
             at += _row_starts(rows, columns)
             places[columns, size] = at
-        table.take(at, out=out, mode="clip")
+        table.take(at, out=blocks[2 * index : 2 * index + 2], mode="clip")
     if lowest(blocks) <= 0 or highest(blocks) >= groups.fewest_blocks:
         return None
     if fresh is not None:
-        blocks[:, 0, fresh] = -1
+        blocks[::2, fresh] = -1
     return blocks
 
 
-def _slots(table: Int32, size: int, num_blocks: int, row: Int32, token: Int32) -> Int64 | None:
+def _slots(table: Int32, size: int, num_blocks: int, row: Int32 | None, token: Int32) -> Int64 | None:
     """[T] slots of tokens, in 32 bits while that is enough: it is several times as fast."""
     columns = table.shape[1]
-    column = token // np.int32(size)
+    column = token // size
     if highest(column) >= columns or max(num_blocks * size, table.size) > INT32_MAX:
         return None
-    at = row * np.int32(columns)
+    at = (_rows(token.size).numpy() if row is None else row) * columns
     at += column
     slot: Int32 = table.take(at)
     if lowest(slot) <= 0 or highest(slot) >= num_blocks:
         return None
     slot -= column
-    slot *= np.int32(size)
+    slot *= size
     slot += token
     return slot.astype(np.int64)
 
@@ -206,10 +213,10 @@ def _are(tensor: torch.Tensor, values: Int32) -> bool:
     return array.tobytes() == values.tobytes()
 
 
-def _rows(rows: int) -> Int32:
-    """0 .. B-1; nobody writes to it."""
-    array: Int32 = upto(rows).numpy()
-    return array
+@lru_cache(maxsize=1024)
+def _rows(rows: int) -> torch.Tensor:
+    """0 .. B-1, int32; nobody writes to it."""
+    return upto(rows)
 
 
 @lru_cache(maxsize=1024)
