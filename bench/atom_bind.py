@@ -105,9 +105,7 @@ class Bench:
 
         def next_bind() -> Any:
             inputs, positions = next(turns)
-            return context.bind(
-                model=self.model, runtime=runtime, inputs=inputs, positions=positions, layer_maps=maps
-            )
+            return context.bind(model=self.model, runtime=runtime, inputs=inputs, positions=positions, layer_maps=maps)
 
         def bind() -> None:
             with next_bind():

@@ -248,8 +248,11 @@ def _compute(
     strict: bool | None,
 ) -> tuple[Computed, bool]:
     budget = max(max_context, 1)
-    if atom.capturing():
+    is_on_host = positions.is_cpu and host.tables[0].is_cpu
+    # The warm-up before a capture takes the captured pass's way: what that needs must be there when the capture begins.
+    is_warm_up = host.graph_flag and not host.is_prefill and not is_on_host and max_context > 0
+    if is_warm_up or atom.capturing():
         return compute_captured(inputs, host, profile, groups, kept.buffers, max_context), True
-    if positions.device.type == "cpu" and host.tables[0].device.type == "cpu":
+    if is_on_host:
         return compute_on_host(host, positions, profile, groups, strict, budget), False
     return compute_by_plan(inputs, host, positions.numel(), profile, groups, kept.buffers, budget), False

@@ -22,9 +22,9 @@ class AtomGroups:
     kernel_block_size: of the first group, in tokens. layer_to_group: the host's number of each layer's group, as the
     pass says it (empty where there is one). state_groups: numbers of the groups that have Gated DeltaNet layers.
     first_slots, first_states: the first of the host's groups taken for one of attention, and for a recurrent one, in
-    blocks of `block_size`: what the reference's fields of the first group are read with. first_paged: which of `sources`
-    is the first of the host's groups and has slots, if any. has_kernel_blocks: whether any group has kernel blocks
-    smaller than its physical ones. fewest_blocks: of all pools."""
+    blocks of `block_size`: what the reference's fields of the first group are read with. first_paged: which of
+    `sources` is the first of the host's groups and has slots, if any. has_kernel_blocks: whether any group has kernel
+    blocks smaller than its physical ones. fewest_blocks: of all pools."""
 
     sources: tuple[GroupSource, ...]
     block_size: int

@@ -13,7 +13,7 @@ from stepbind.groups import GroupKind
 from stepbind.hosts.rtp_llm.groups import GroupSource
 from stepbind.hosts.rtp_llm.reader import read_pass
 from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
-from stepbind.plan import Arena, build_plan, make_arena
+from stepbind.plan import Arena, Plan, build_plan, make_arena
 from stepbind.step import INT32_MAX, Granularity, Step
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups, granularity
@@ -39,17 +39,28 @@ MIN_ROWS = 256
 @dataclass(eq=False)
 class PlanBuffers:
     """What passes that use the plan work in, kept between them for one set of groups. Those of captured passes are made
-    with the first of them, which is the host's largest, and stay where they are; those of eager ones grow."""
+    with the first of them, which is the host's largest, and stay where they are, since graphs hold their addresses;
+    those of eager ones grow."""
 
     captured: Arena | None = None
+    captured_scratch: Scratch | None = None
     eager: Arena | None = None
-    scratch: Scratch | None = None
+    eager_scratch: Scratch | None = None
     tables: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     def scratch_for(self, host: AtomPass) -> Scratch:
-        if self.scratch is None or self.scratch.ones.shape[0] < host.num_rows:
-            self.scratch = Scratch.of(max(host.num_rows, MIN_ROWS), host.tables[0].device)
-        return self.scratch
+        if self.eager_scratch is None or self.eager_scratch.ones.shape[0] < host.num_rows:
+            self.eager_scratch = Scratch.of(max(host.num_rows, MIN_ROWS), host.tables[0].device)
+        return self.eager_scratch
+
+    def scratch_for_capture(self, host: AtomPass) -> Scratch:
+        """Raises `StepError` for more rows than the first captured pass had."""
+        if self.captured_scratch is None:
+            self.captured_scratch = Scratch.of(max(host.num_rows, MIN_ROWS), host.tables[0].device)
+        most = self.captured_scratch.ones.shape[0]
+        if host.num_rows > most:
+            raise StepError("attention_inputs.input_lengths", f"{host.num_rows} rows", f"at most {most} in a capture")
+        return self.captured_scratch
 
     def eager_arena(self, step: Step) -> Arena:
         arena = self.eager
@@ -77,11 +88,10 @@ class PlanBuffers:
 
     def upto(self, count: int, device: torch.device) -> torch.Tensor:
         """0 .. count-1, int32."""
-        table = self.tables.get(("upto", 1, 0))
-        if table is None or table.shape[1] < count:
-            table = torch.arange(max(count, MIN_ROWS + 1), dtype=torch.int32, device=device)[None]
-            self.tables[("upto", 1, 0)] = table
-        return table[0, :count]
+        key = ("upto", 1, count)
+        if key not in self.tables:
+            self.tables[key] = torch.arange(count, dtype=torch.int32, device=device)[None]
+        return self.tables[key][0]
 
 
 def compute_on_host(
@@ -117,6 +127,7 @@ def compute_on_host(
         max_query=max(int(rows.query.max()), 1),
         max_context=budget if is_dummy else longest,
         total_context=int(context.sum()),
+        has_prior=_has_prior(host) if has_states and host.is_prefill else None,
         block_table=block_table,
         slot_mapping=_first_slots_on_host(positions, profile, groups, tables, values, rows, block_table),
         groups=values[: len(groups.sources)],
@@ -175,6 +186,12 @@ def _prior(host: AtomPass) -> Numbers:
     return prior
 
 
+def _has_prior(host: AtomPass) -> torch.Tensor:
+    prefix = numbers(prefix_of(host, device_first=True))
+    assert prefix is not None
+    return torch.from_numpy(prefix > 0)
+
+
 def _is_strict(strict: bool | None, host: AtomPass, is_dummy: bool) -> bool:
     return not (is_dummy or host.graph_flag) if strict is None else strict and not is_dummy
 
@@ -223,10 +240,11 @@ def compute_by_plan(
         num_tokens=num_tokens,
         shared=of_plan(plan, host.is_prefill, torch.int64 if own_start.dtype == np.int64 else torch.int32),
         query_start_host=own_start,
-        seq_lens=context_lengths(host, profile, in_graph=host.graph_flag),
+        seq_lens=_planned_lengths(host, profile, plan),
         max_query=max(sizes.max_query, 1),
         max_context=budget if sizes.is_dummy else sizes.max_context,
         total_context=sizes.total_context,
+        has_prior=plan.shared.has_prior if groups.state_groups and host.is_prefill else None,
         block_table=first_table(host, profile, groups, max(sizes.max_context, 1)),
         slot_mapping=_first_slots(values),
         groups=values,
@@ -235,11 +253,19 @@ def compute_by_plan(
     )
 
 
+def _planned_lengths(host: AtomPass, profile: Profile, plan: Plan) -> torch.Tensor:
+    """`context_lengths`, out of the plan where it has them."""
+    if host.is_prefill and not (profile.prefill_context_is_plus_one and host.plus_one is not None):
+        return plan.shared.context_len
+    return context_lengths(host, profile, in_graph=host.graph_flag)
+
+
 def compute_captured(
     inputs: Any, host: AtomPass, profile: Profile, groups: AtomGroups, buffers: PlanBuffers, max_context: int
 ) -> Computed:
-    """A captured decode pass: everything is computed from what replay refreshes, in buffers that stay. Padding rows
-    have context 0 and slots -1. `max_context`: of any replay, in tokens; it bounds what lengths can be.
+    """A captured decode pass, and the warm-up before its capture, which makes the buffers: everything is computed from
+    what replay refreshes. Padding rows have context 0 and slots -1. `max_context`: of any replay, in tokens; it bounds
+    what lengths can be.
 
     Raises `StepError` for a prefill pass and without a bound.
     """
@@ -250,7 +276,7 @@ def compute_captured(
     rows = host.num_rows
     pass_ = read_pass(inputs, is_graph=True, num_tokens=rows)
     said = {source.group.name: granularity(source, host, profile, None) for source in groups.sources}
-    step = step_of(pass_, groups.sources, buffers.scratch_for(host), max_context, StepOptions(granularity=said))
+    step = step_of(pass_, groups.sources, buffers.scratch_for_capture(host), max_context, StepOptions(granularity=said))
     plan = build_plan(step, buffers.captured_arena(step, max_context), strict=False)
     table_numbers = [source.table for source in groups.sources]
     values = from_plan(plan, table_numbers, [host.tables[number] for number in table_numbers])
@@ -265,6 +291,7 @@ def compute_captured(
         max_query=1,
         max_context=max_context,
         total_context=max_context * rows,
+        has_prior=None,
         block_table=_captured_table(host, profile, groups, buffers),
         slot_mapping=_first_slots(values),
         groups=values,

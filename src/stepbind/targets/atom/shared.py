@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +49,16 @@ def on_host(rows: Rows, is_prefill: bool, with_tokens: bool) -> SharedValues:
 def of_plan(plan: Plan, is_prefill: bool, dtype: torch.dtype) -> SharedValues:
     """`dtype`: of the offsets."""
     shared = plan.shared
-    spans = (shared.span_start, shared.span_end) if is_prefill else (None, None)
-    return SharedValues(shared.query_start.to(dtype), shared.row_of_token, *spans)
+    if not is_prefill:
+        rows, device = plan.sizes.padded_rows, shared.query_start.device
+        return SharedValues(_one_each(rows, dtype, device), shared.row_of_token, None, None)
+    return SharedValues(shared.query_start.to(dtype), shared.row_of_token, shared.span_start, shared.span_end)
+
+
+@lru_cache(maxsize=1024)
+def _one_each(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Offsets of rows of one token; nobody writes to them."""
+    return torch.arange(rows + 1, dtype=dtype, device=device)
 
 
 def conv_programs(query_start: Offsets, device: torch.device) -> tuple[dict[int, Any], torch.Tensor, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from stepbind.step import Granularity
@@ -20,10 +22,13 @@ def to_kernel(table: torch.Tensor, ratio: int, out: torch.Tensor | None) -> torc
     """[B, C * ratio] kernel ids of a physical table, -1 kept (seed behaviour 5)."""
     if ratio == 1:
         return table
-    if out is None:
-        out = table.new_empty(table.shape[0], table.shape[1] * ratio)
-    expanded = out.view(*table.shape, ratio)
-    expanded.copy_(table[..., None]).mul_(ratio)
-    for inner in range(1, ratio):
-        expanded[..., inner].add_(inner)
-    return out.clamp_(min=-1)  # -1 became -ratio .. -1
+    inner = _upto(ratio, table.device)
+    expanded = None if out is None else out.view(*table.shape, ratio)
+    expanded = torch.add(inner, table[..., None], alpha=ratio, out=expanded)
+    return expanded.clamp_(min=-1).flatten(1)  # -1 became -ratio .. -1
+
+
+@lru_cache(maxsize=64)
+def _upto(count: int, device: torch.device) -> torch.Tensor:
+    """0 .. count-1, int32; nobody writes to it."""
+    return torch.arange(count, dtype=torch.int32, device=device)

@@ -54,6 +54,7 @@ def _decode(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: A
         max_query=1,
         max_context=highest(context),
         total_context=int(wide.sum()) + rows,
+        has_prior=None,
         block_table=found.block_table,
         slot_mapping=found.slot_mapping,
         groups=found.groups,
@@ -101,6 +102,7 @@ def _prefill(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: 
         max_query=highest(query),
         max_context=highest(context),
         total_context=int(context.sum()),
+        has_prior=torch.from_numpy(prior > 0) if groups.state_groups else None,
         block_table=found.block_table,
         slot_mapping=found.slot_mapping,
         groups=found.groups,
@@ -119,6 +121,9 @@ class _Found(NamedTuple):
     state_write: torch.Tensor | None
 
 
+_NO_STATES: tuple[torch.Tensor, ...] = ()
+
+
 def _found(
     host: AtomPass, profile: Profile, groups: AtomGroups, row: Int32 | None, token: Int32, prior: Int64, last: Int64
 ) -> _Found | None:
@@ -128,7 +133,7 @@ def _found(
     if profile.physical_table and host.store is not None:
         tables = [host.store if s.table == 0 else table for s, table in zip(groups.sources, tables, strict=True)]
     arrays = [table.numpy() for table in tables]
-    blocks, states = None, ()
+    blocks, states = None, _NO_STATES
     if groups.state_groups:
         blocks = _blocks_of_states(arrays, groups, prior, last)
         if blocks is None:
@@ -159,8 +164,8 @@ def _found(
 
 
 def _blocks_of_states(tables: list[Int32], groups: AtomGroups, prior: Int64, last: Int64) -> Int32 | None:
-    """[groups * 2, B] blocks: for each table that of the last token in the cache (-1 where there is none) and that of the
-    last new one. Places are found once for all tables of the same shape and block size."""
+    """[groups * 2, B] blocks: for each table that of the last token in the cache (-1 where there is none) and that of
+    the last new one. Places are found once for all tables of the same shape and block size."""
     rows = last.size
     blocks = np.empty((2 * len(tables), rows), dtype=np.int32)
     tokens = np.empty((2, rows), dtype=np.int64)
