@@ -32,6 +32,9 @@ def double() -> Iterator[None]:
         yield
 
 
+FIRST = ("slot_mapping", "state_read", "state_write", "has_prior")
+
+
 class Pass:
     def __init__(self, seed: int, which: int, ratio: int, *, holes: bool = False) -> None:
         rng = random.Random(seed)
@@ -99,7 +102,15 @@ def test_the_plans_values_equal_those_of_the_cpu(which: int, ratio: int) -> None
         case = Pass(seed, which, ratio, holes=True)
         planned, direct = case.by_plan(), case.fast()
         assert_same(planned.groups, direct.groups, "groups")
-        for field in ("seq_lens", "max_query", "max_context", "total_context", "num_tokens", "query_start_host"):
+        for field in (
+            "seq_lens",
+            "max_query",
+            "max_context",
+            "total_context",
+            "num_tokens",
+            "query_start_host",
+            *FIRST,
+        ):
             assert_same(getattr(planned, field), getattr(direct, field), field)
         for field, value in direct.shared._asdict().items():
             if value is not None:
@@ -114,4 +125,5 @@ def test_captured_values_equal_the_eager_ones(which: int) -> None:
             continue
         captured, eager = case.captured(), case.fast()
         assert_same(captured.groups, eager.groups, "groups")
-        assert_same(captured.seq_lens, eager.seq_lens)
+        for field in ("seq_lens", *FIRST):
+            assert_same(getattr(captured, field), getattr(eager, field), field)

@@ -222,18 +222,17 @@ def compute_by_plan(
     buffers: PlanBuffers,
     budget: int,
 ) -> Computed:
-    """An eager pass from its plan. Slots of the first group are those of the first one that has any. Faults are
-    counted in the arena."""
-    tables = [_group_table(source, host, profile, _longest(host)) for source in groups.sources]
+    """An eager pass from its plan. Faults are counted in the arena."""
+    tables = [_group_table(source, host, profile, _longest(host)) for source in groups.planned]
     pass_ = read_pass(inputs, num_tokens=num_tokens)
     chosen = {table.number: table.blocks for table in tables}
     own = [replace(table, blocks=chosen.get(number, table.blocks)) for number, table in enumerate(pass_.tables)]
     options = StepOptions(granularity={table.group.name: table.granularity for table in tables})
     pass_ = replace(pass_, tables=tuple(own))
-    step = step_of(pass_, groups.sources, buffers.scratch_for(host), INT32_MAX, options)
+    step = step_of(pass_, groups.planned, buffers.scratch_for(host), INT32_MAX, options)
     plan = build_plan(step, buffers.eager_arena(step), strict=False)
     sizes, values = plan.sizes, from_plan(plan, [table.number for table in tables], [table.blocks for table in tables])
-    read, write = _first_state_slots(values)
+    read, write = _first_states(values)
     own_start = query_start_of(host)
     return Computed(
         is_dummy=sizes.is_dummy,
@@ -247,7 +246,7 @@ def compute_by_plan(
         has_prior=plan.shared.has_prior if groups.state_groups and host.is_prefill else None,
         block_table=first_table(host, profile, groups, max(sizes.max_context, 1)),
         slot_mapping=_first_slots(values),
-        groups=values,
+        groups=values[: len(groups.sources)],
         state_read=read,
         state_write=write,
     )
@@ -275,12 +274,12 @@ def compute_captured(
         raise StepError("cg_max_seq_len", max_context, "the longest context of a replay, in tokens")
     rows = host.num_rows
     pass_ = read_pass(inputs, is_graph=True, num_tokens=rows)
-    said = {source.group.name: granularity(source, host, profile, None) for source in groups.sources}
-    step = step_of(pass_, groups.sources, buffers.scratch_for_capture(host), max_context, StepOptions(granularity=said))
+    said = {source.group.name: granularity(source, host, profile, None) for source in groups.planned}
+    step = step_of(pass_, groups.planned, buffers.scratch_for_capture(host), max_context, StepOptions(granularity=said))
     plan = build_plan(step, buffers.captured_arena(step, max_context), strict=False)
-    table_numbers = [source.table for source in groups.sources]
+    table_numbers = [source.table for source in groups.planned]
     values = from_plan(plan, table_numbers, [host.tables[number] for number in table_numbers])
-    read, write = _first_state_slots(values)
+    read, write = _first_states(values)
     upto_rows = buffers.upto(rows + 1, step.device)
     return Computed(
         is_dummy=False,
@@ -294,7 +293,7 @@ def compute_captured(
         has_prior=None,
         block_table=_captured_table(host, profile, groups, buffers),
         slot_mapping=_first_slots(values),
-        groups=values,
+        groups=values[: len(groups.sources)],
         state_read=read,
         state_write=write,
     )
@@ -319,14 +318,5 @@ def _longest(host: AtomPass) -> int | None:
 
 
 def _first_slots(values: tuple[GroupValues, ...]) -> torch.Tensor:
-    for group in values:
-        if group.slot_mapping is not None:
-            return group.slot_mapping
-    raise StepError("layers", "none of attention", "an attention layer, for slot_mapping")
-
-
-def _first_state_slots(values: tuple[GroupValues, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    for group in values:
-        if group.state_write is not None:
-            return group.state_read, group.state_write
-    return None, None
+    """Slots in the first of the host's groups; among `AtomGroups.planned` there is one that has them."""
+    return next(group.slot_mapping for group in values if group.number == 0 and group.slot_mapping is not None)
