@@ -36,7 +36,7 @@ passes: Any = importlib.import_module("tests.targets.atom_double.passes")
 
 LAYERS = 48
 BLOCK_SIZE, NUM_BLOCKS = 64, 4096
-REPEATS = 150
+REPEATS = 400
 PASSES = 4
 HYBRID, PLAIN, LATENT = "RTPForwardQwen35HybridContext", "RTPForwardContext", "RTPForwardMLAContext"
 
