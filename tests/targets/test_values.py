@@ -42,7 +42,9 @@ class Pass:
         groups = rng.choice((1, 3)) if which == 2 else 1
         self.inputs, self.positions = random_pass(rng, groups=groups, ratio=ratio, compact=which == 2)
         if holes:
-            for table in (self.inputs.attention_inputs.kv_cache_kernel_block_id_device_by_group or [])[1:]:
+            attention = self.inputs.attention_inputs
+            others = (attention.kv_cache_kernel_block_id_device_by_group or [])[1:]
+            for table in others or rng.choice(([], [attention.kv_cache_kernel_block_id_device])):
                 table[rng.randrange(table.shape[0]), rng.randrange(table.shape[1])] = rng.choice((-1, 0, 1000))
         self.model = model()
         runtime = runtime_for(self.model, 8, 8 // ratio, 100)
@@ -84,11 +86,14 @@ def assert_same(got: Any, want: Any, name: str = "") -> None:
 
 
 @pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("holes", [False, True])
-def test_the_usual_pass_equals_the_general_way(which: int, holes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_usual_pass_equals_the_general_way(
+    which: int, ratio: int, holes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = {False: 0, True: 0}
     for seed in range(300):
-        case = Pass(seed, which, 1, holes=holes)
+        case = Pass(seed, which, ratio, holes=holes)
         usual = passes.usual_pass(case.host, case.positions, case.profile, case.groups)
         taken[case.host.is_prefill] += usual is not None
         assert_same(case.fast(), case.general(monkeypatch))

@@ -10,7 +10,6 @@ import torch
 
 from stepbind.errors import StepError
 from stepbind.groups import GroupKind
-from stepbind.hosts.rtp_llm.groups import GroupSource
 from stepbind.hosts.rtp_llm.reader import read_pass
 from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
 from stepbind.plan import Arena, Plan, build_plan, make_arena
@@ -28,7 +27,7 @@ from stepbind.targets.atom.read import (
     query_start_of,
 )
 from stepbind.targets.atom.shared import SharedValues, of_plan, on_host
-from stepbind.targets.atom.tables import to_physical
+from stepbind.targets.atom.tables import first_granularity, first_table, group_table, to_physical
 from stepbind.targets.atom.usual import usual_pass
 from stepbind.targets.atom.values import GroupTable, GroupValues, Rows, from_plan, slots_at, values_of
 
@@ -111,7 +110,7 @@ def compute_on_host(
     query_start = query_start_for(host, num_tokens, own_start)
     rows = Rows.of(context - 1 if seq_lens is host.plus_one and not host.is_prefill else _prior(host), query_start)
     tokens = max(longest, 1)
-    tables = [_group_table(source, host, profile, tokens) for source in groups.sources]
+    tables = [group_table(source, host, profile, tokens) for source in groups.sources]
     has_states = bool(groups.state_groups)
     if has_states and 0 not in groups.state_groups:  # the reference's fields are the first group's all the same
         tables.append(GroupTable(0, groups.first_states, host.tables[0], Granularity.PHYSICAL, False))
@@ -165,14 +164,6 @@ def _first_states(values: tuple[GroupValues, ...]) -> tuple[torch.Tensor | None,
     return None, None
 
 
-def _group_table(source: GroupSource, host: AtomPass, profile: Profile, max_context: int | None) -> GroupTable:
-    """A group's own table; where the first one's fields come from the store's table, so does this."""
-    if source.table == 0 and profile.physical_table and host.store is not None:
-        return GroupTable(0, source.group, host.store, Granularity.PHYSICAL)
-    blocks = host.tables[source.table]
-    return GroupTable(source.table, source.group, blocks, granularity(source, host, profile, max_context))
-
-
 def _prior(host: AtomPass) -> Numbers:
     """[B] tokens in the cache before the pass."""
     if host.is_prefill:
@@ -196,23 +187,6 @@ def _is_strict(strict: bool | None, host: AtomPass, is_dummy: bool) -> bool:
     return not (is_dummy or host.graph_flag) if strict is None else strict and not is_dummy
 
 
-def first_table(host: AtomPass, profile: Profile, groups: AtomGroups, max_context: int | None) -> torch.Tensor:
-    """The first group's table as ATOM's fields have it: the store's where there is one (seed behaviours 4 and 6)."""
-    if not profile.physical_table:
-        return host.tables[0]
-    if host.store is not None:
-        return host.store
-    ratio = groups.block_size // groups.kernel_block_size
-    return to_physical(host.tables[0], ratio, first_granularity(host, profile, groups, max_context), None)
-
-
-def first_granularity(host: AtomPass, profile: Profile, groups: AtomGroups, max_context: int | None) -> Granularity:
-    for source in groups.sources:
-        if source.table == 0:
-            return granularity(source, host, profile, max_context)
-    return Granularity.PHYSICAL
-
-
 def compute_by_plan(
     inputs: Any,
     host: AtomPass,
@@ -223,7 +197,7 @@ def compute_by_plan(
     budget: int,
 ) -> Computed:
     """An eager pass from its plan. Faults are counted in the arena."""
-    tables = [_group_table(source, host, profile, _longest(host)) for source in groups.planned]
+    tables = [group_table(source, host, profile, _longest(host)) for source in groups.planned]
     pass_ = read_pass(inputs, num_tokens=num_tokens)
     chosen = {table.number: table.blocks for table in tables}
     own = [replace(table, blocks=chosen.get(number, table.blocks)) for number, table in enumerate(pass_.tables)]

@@ -1,7 +1,7 @@
 """The usual passes in as few array operations as can be: what a serving engine binds thousands of times.
 
-They have their values on the host, every block in its place, blocks that are kernel blocks too, and positions that
-count tokens. Whatever is otherwise goes the general way (`passes.compute_on_host`), which says what is wrong; tests
+They have their values on the host, every block in its place, and positions that count tokens; hybrids have tables in
+physical blocks. Whatever is otherwise goes the general way (`passes.compute_on_host`), which says what is wrong; tests
 hold the two together.
 """
 
@@ -13,19 +13,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from stepbind.groups import GroupKind
+from stepbind.groups import CacheGroup, GroupKind
 from stepbind.step import INT32_MAX
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups
 from stepbind.targets.atom.metadata import Profile
 from stepbind.targets.atom.read import AtomPass, numbers, one_each, prefix_of, query_start_of
 from stepbind.targets.atom.shared import SharedValues, upto
+from stepbind.targets.atom.tables import first_table, group_table
 from stepbind.targets.atom.values import GroupValues, Int32, Int64, highest, lowest
 
 
 def usual_pass(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: AtomGroups) -> Computed | None:
     """None for a pass that is not usual."""
-    if groups.has_kernel_blocks or groups.first_paged is None or host.graph_flag:
+    if groups.first_paged is None or host.graph_flag:
         return None
     return (_prefill if host.is_prefill else _decode)(host, positions, profile, groups)
 
@@ -42,7 +43,8 @@ def _decode(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: A
     if lowest(token) < 0 or (start is not None and start[-1] > 0):
         return None
     wide = token.astype(np.int64)
-    found = _found(host, profile, groups, None, token, wide, wide)
+    longest = highest(context)
+    found = _found(host, profile, groups, longest, None, token, wide, wide)
     if found is None:
         return None
     return Computed(
@@ -52,7 +54,7 @@ def _decode(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: A
         query_start_host=one_each(rows),
         seq_lens=host.plus_one,  # type: ignore[arg-type]  # it has numbers
         max_query=1,
-        max_context=highest(context),
+        max_context=longest,
         total_context=int(wide.sum()) + rows,
         has_prior=None,
         block_table=found.block_table,
@@ -85,10 +87,11 @@ def _prefill(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: 
     wide = prior.astype(np.int64)
     last = wide + query
     last -= 1
-    found = _found(host, profile, groups, row, token, wide, last)
+    context = prior + new
+    longest = highest(context)
+    found = _found(host, profile, groups, longest, row, token, wide, last)
     if found is None:
         return None
-    context = prior + new
     shared = SharedValues(torch.from_numpy(start), None, None, None)
     if profile.sparse_fields:
         spans = torch.from_numpy(start[:-1].astype(np.int32).repeat(query)), count[1:]
@@ -100,7 +103,7 @@ def _prefill(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: 
         query_start_host=start,
         seq_lens=torch.from_numpy(context),
         max_query=highest(query),
-        max_context=highest(context),
+        max_context=longest,
         total_context=int(context.sum()),
         has_prior=torch.from_numpy(prior > 0) if groups.state_groups else None,
         block_table=found.block_table,
@@ -125,13 +128,31 @@ _NO_STATES: tuple[torch.Tensor, ...] = ()
 
 
 def _found(
-    host: AtomPass, profile: Profile, groups: AtomGroups, row: Int32 | None, token: Int32, prior: Int64, last: Int64
+    host: AtomPass,
+    profile: Profile,
+    groups: AtomGroups,
+    longest: int,
+    row: Int32 | None,
+    token: Int32,
+    prior: Int64,
+    last: Int64,
 ) -> _Found | None:
-    """row, token: [T] of each new token; row None: one token a row. prior: [B] tokens in the cache. last: [B] number of
-    the last new token. None where a block is missing."""
-    tables = [host.tables[source.table] for source in groups.sources]
-    if profile.physical_table and host.store is not None:
-        tables = [host.store if s.table == 0 else table for s, table in zip(groups.sources, tables, strict=True)]
+    """longest: context of any row. row, token: [T] of each new token; row None: one token a row. prior: [B] tokens in
+    the cache. last: [B] number of the last new token. None where a block is missing."""
+    first = groups.first_paged
+    assert first is not None
+    ids = [1] * len(groups.sources)  # in a block
+    if groups.has_kernel_blocks:
+        given = [group_table(source, host, profile, longest) for source in groups.sources]
+        tables, ids = [each.blocks for each in given], [each.ids_per_block for each in given]
+        if groups.state_groups and max(ids) > 1:
+            return None
+        block_table = first_table(host, profile, groups, longest)
+    else:
+        tables = [host.tables[source.table] for source in groups.sources]
+        if profile.physical_table and host.store is not None:
+            tables = [host.store if s.table == 0 else table for s, table in zip(groups.sources, tables, strict=True)]
+        block_table = tables[first]
     arrays = [table.numpy() for table in tables]
     blocks, states = None, _NO_STATES
     if groups.state_groups:
@@ -151,16 +172,14 @@ def _found(
             slot = blocks[2 * index + 1] * np.int64(group.block_size)
             slot += token % group.block_size
         else:
-            slot = _slots(arrays[index], group.block_size, groups.fewest_blocks, row, token)
+            slot = _slots(arrays[index], group, ids[index], row, token)
             if slot is None:
                 return None
         values.append(GroupValues(number, group.kind, group.layers, table, torch.from_numpy(slot)))
-    first = groups.first_paged
-    assert first is not None
     slot_mapping = values[first].slot_mapping
     assert slot_mapping is not None
     pair = (states[2 * first], states[2 * first + 1]) if states else (None, None)
-    return _Found(tuple(values), tables[first], slot_mapping, *pair)
+    return _Found(tuple(values), block_table, slot_mapping, *pair)
 
 
 def _blocks_of_states(tables: list[Int32], groups: AtomGroups, prior: Int64, last: Int64) -> Int32 | None:
@@ -193,16 +212,17 @@ def _blocks_of_states(tables: list[Int32], groups: AtomGroups, prior: Int64, las
     return blocks
 
 
-def _slots(table: Int32, size: int, num_blocks: int, row: Int32 | None, token: Int32) -> Int64 | None:
-    """[T] slots of tokens, in 32 bits while that is enough: it is several times as fast."""
-    columns = table.shape[1]
+def _slots(table: Int32, group: CacheGroup, ids: int, row: Int32 | None, token: Int32) -> Int64 | None:
+    """[T] slots of tokens by a table of `ids` ids a block, in 32 bits while that is enough: it is several times as
+    fast."""
+    columns, size, num_blocks = table.shape[1], group.block_size // ids, group.num_blocks * ids
     column = token // size
     if highest(column) >= columns or max(num_blocks * size, table.size) > INT32_MAX:
         return None
     at = (_rows(token.size).numpy() if row is None else row) * columns
     at += column
     slot: Int32 = table.take(at)
-    if lowest(slot) <= 0 or highest(slot) >= num_blocks:
+    if lowest(slot) < group.first_block * ids or highest(slot) >= num_blocks:
         return None
     slot -= column
     slot *= size
