@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from stepbind.errors import StepError
 from stepbind.targets import atom
 from stepbind.targets.atom import passes
 from stepbind.targets.atom.computed import Computed
@@ -17,7 +18,14 @@ from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import PlanBuffers, compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import read
 from tests.targets.atom_double.modules import atom_installed
-from tests.targets.atom_double.passes import hybrid_model, latent_model, plain_model, random_pass, runtime_for
+from tests.targets.atom_double.passes import (
+    hybrid_model,
+    latent_model,
+    pass_inputs,
+    plain_model,
+    random_pass,
+    runtime_for,
+)
 
 MODELS: list[tuple[Any, Any, Profile]] = [
     (atom.RTPForwardContext, plain_model, PLAIN),
@@ -132,3 +140,19 @@ def test_captured_values_equal_the_eager_ones(which: int) -> None:
         assert_same(captured.groups, eager.groups, "groups")
         for field in ("seq_lens", *FIRST):
             assert_same(getattr(captured, field), getattr(eager, field), field)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_eager_passes_leave_the_buffers_of_graphs_alone(which: int) -> None:
+    """More rows and tokens than the captured pass had make other buffers grow."""
+    case = next(case for case in (Pass(seed, which, 1) for seed in range(50)) if not case.host.is_prefill)
+    buffers = PlanBuffers()
+    captured = compute_captured(case.inputs, case.host, case.profile, case.groups, buffers, 64)
+    held = buffers.captured, buffers.captured_scratch, captured.seq_lens.data_ptr()
+    rows, tables = 300, len(case.host.tables)
+    inputs = pass_inputs(prefill=False, query=[1] * rows, prior=[5] * rows, tables=[[[1]] * rows] * tables)
+    compute_by_plan(inputs, read(inputs), rows, case.profile, case.groups, buffers, 64)
+    again = compute_captured(case.inputs, case.host, case.profile, case.groups, buffers, 64)
+    assert (buffers.captured, buffers.captured_scratch, again.seq_lens.data_ptr()) == held
+    with pytest.raises(StepError, match="got 300 rows, expected at most 256 in a capture"):
+        compute_captured(inputs, read(inputs), case.profile, case.groups, buffers, 64)
