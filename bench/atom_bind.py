@@ -1,6 +1,7 @@
-"""What one bind on the ATOM surface costs the host, beside ATOM's own bridge in the same run, on CPU tensors.
+"""What one bind on the ATOM surface costs the host, beside ATOM's own bridge in the same run.
 
     STEPBIND_ATOM_REFERENCE=.../atom/plugin/rtpllm/utils/forward_context.py python bench/atom_bind.py [FILE]
+    ... python bench/atom_bind.py --device cuda [FILE]
 
 The environment variable says where ATOM's own bridge lies; it is no part of this project, and without it only our own
 times are printed. Both run under the double of ATOM that the tests use: 48 layers, 4 cache groups for the hybrid, one
@@ -11,7 +12,9 @@ table, and writes it to FILE.
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import itertools
 import statistics
 import sys
 import time
@@ -22,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from gpu_timing import counts, machine, require_gpu
 from report import heading, table
 
 from stepbind.targets import atom
@@ -32,7 +36,8 @@ passes: Any = importlib.import_module("tests.targets.atom_double.passes")
 
 LAYERS = 48
 BLOCK_SIZE, NUM_BLOCKS = 64, 4096
-REPEATS = 150
+REPEATS = 400
+PASSES = 4
 HYBRID, PLAIN, LATENT = "RTPForwardQwen35HybridContext", "RTPForwardContext", "RTPForwardMLAContext"
 
 
@@ -69,17 +74,22 @@ MODELS: dict[str, Callable[[int], Any]] = {
 class Bench:
     """One case, ready to be bound by either bridge's class."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device = case, device
         self.model = MODELS[case.name](LAYERS)
-        self.kv_cache = passes.runtime_for(self.model, BLOCK_SIZE, BLOCK_SIZE, NUM_BLOCKS).kv_cache
+        self.kv_cache = passes.runtime_for(self.model, BLOCK_SIZE, BLOCK_SIZE, NUM_BLOCKS, device).kv_cache
+        self.passes = [self._pass(number) for number in range(PASSES)]
+
+    def _pass(self, number: int) -> tuple[Any, torch.Tensor]:
+        """Inputs and positions; each pass has `number` tokens more in the cache."""
+        case = self.case
         groups = 4 if case.name == HYBRID else 1
-        columns = -(-(case.prior + case.query) // BLOCK_SIZE)
-        generator = torch.Generator().manual_seed(0)
+        query, prior = [case.query] * case.rows, [case.prior + number] * case.rows
+        columns = -(-(case.prior + PASSES + case.query) // BLOCK_SIZE)
+        generator = torch.Generator().manual_seed(number)
         shape = (groups, case.rows, columns)
         blocks = torch.randint(1, NUM_BLOCKS, shape, generator=generator, dtype=torch.int32)
-        query, prior = [case.query] * case.rows, [case.prior] * case.rows
-        self.inputs = passes.pass_inputs(
+        inputs = passes.pass_inputs(
             prefill=case.prefill,
             query=query,
             prior=prior,
@@ -87,35 +97,32 @@ class Bench:
             store=blocks[0].clone(),
             layer_to_group=[0 if layer % 4 == 3 else 1 + layer % 4 for layer in range(LAYERS)],
         )
-        self.positions = passes.positions_of(query, prior)
+        return passes.on_device(inputs, self.device), passes.positions_of(query, prior).to(self.device)
 
     def calls(self, bridge: Any) -> tuple[Callable[[], None], Callable[[], None]]:
         """A bind, and a bind with every layer's state slots."""
         context = getattr(bridge, self.case.name)
         runtime = SimpleNamespace(kv_cache=self.kv_cache)
         maps = context.collect_layer_maps(self.model)
-        attention = self.inputs.attention_inputs
-        arguments: dict[str, Any] = {
-            "model": self.model,
-            "runtime": runtime,
-            "inputs": self.inputs,
-            "positions": self.positions,
-            "layer_maps": maps,
-        }
+        turns = itertools.cycle(self.passes)
+
+        def next_bind() -> Any:
+            inputs, positions = next(turns)
+            return context.bind(model=self.model, runtime=runtime, inputs=inputs, positions=positions, layer_maps=maps)
 
         def bind() -> None:
-            with context.bind(**arguments):
+            with next_bind():
                 pass
 
         def with_states() -> None:
-            with context.bind(**arguments):
+            with next_bind():
                 metadata = importlib.import_module("atom.utils.forward_context").get_forward_context().attn_metadata
                 gdn = metadata.gdn_metadata
                 for layer in maps[0]:
                     context.state_indices_for_layer(
                         attn_inputs=gdn.rtp_attn_inputs,
-                        is_prefill=attention.is_prefill,
-                        device=self.positions.device,
+                        is_prefill=self.case.prefill,
+                        device=torch.device(self.device),
                         seq_size_per_block=gdn.rtp_seq_size_per_block,
                         layer_num=layer,
                         state_indices_cache=gdn.rtp_state_indices_cache,
@@ -125,11 +132,14 @@ class Bench:
         return bind, with_states
 
 
-def medians(calls: list[Callable[[], None]]) -> list[float]:
-    """Median time of each in microseconds, taken in turns, so that the machine's moods hit all alike."""
+def medians(calls: list[Callable[[], None]], device: str) -> list[float]:
+    """Median host time of each in microseconds, taken in turns, so that the machine's moods hit all alike. A GPU is
+    idle before each."""
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(REPEATS + 10):
         for call, of_call in zip(calls, times, strict=True):
+            if device == "cuda":
+                torch.cuda.synchronize()
             start = time.perf_counter()
             call()
             if turn >= 10:
@@ -137,39 +147,70 @@ def medians(calls: list[Callable[[], None]]) -> list[float]:
     return [1e6 * statistics.median(of_call) for of_call in times]
 
 
-def row(case: Case, reference: Any | None) -> list[object]:
-    bench = Bench(case)
-    ours = bench.calls(atom)
-    if reference is None:
-        return [case, *(f"{us:.0f}" for us in medians(list(ours)))]
+def row(case: Case, reference: Any | None, device: str) -> list[object]:
+    bench = Bench(case, device)
+    calls = [bench.calls(bridge) for bridge in (atom, reference) if bridge is not None]
     cells: list[object] = [case]
-    theirs = bench.calls(reference)
-    for mine, other in zip(ours, theirs, strict=True):
-        if case.name != HYBRID and mine is ours[1]:
-            return [*cells, "", "", ""]
-        us, reference_us = medians([mine, other])
-        cells += [f"{us:.0f}", f"{reference_us:.0f}", f"{reference_us / us:.1f}"]
+    for bind_or_states in range(2):
+        if bind_or_states and case.name != HYBRID:
+            return [*cells, *[""] * (3 if reference else 1)]
+        us = medians([pair[bind_or_states] for pair in calls], device)
+        cells += [f"{each:.0f}" for each in us]
+        if reference:
+            cells.append(f"{us[1] / us[0]:.1f}")
     return cells
 
 
+def counts_row(case: Case, reference: Any | None) -> list[object]:
+    """What one bind (a hybrid's with its states) does on a GPU."""
+    bench = Bench(case, "cuda")
+    cells: list[object] = [case]
+    for bridge in (atom, reference):
+        if bridge is not None:
+            call = bench.calls(bridge)[1 if case.name == HYBRID else 0]
+            for _ in range(2 * PASSES):
+                call()
+            did = counts(call)
+            cells += [did.launches, did.copies, did.device_to_host, did.syncs, f"{did.gpu_us:.0f}"]
+    return cells
+
+
+def tables(reference: Any | None, device: str) -> str:
+    both = reference is not None
+    columns = ["case", "bind, us", "with states, us"]
+    if both:
+        columns = ["case", "bind, us", "reference, us", "ratio", "with states, us", "reference, us", "ratio"]
+    text = table(columns, [row(case, reference, device) for case in CASES])
+    if device == "cpu":
+        return text
+    columns = ["launches", "copies", "to the host", "waits", "GPU us"]
+    columns = ["case", *columns, *[f"reference: {name}" for name in columns if both]]
+    return f"{text}\n\n{table(columns, [counts_row(case, reference) for case in CASES])}"
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("file", nargs="?", type=Path)
+    arguments = parser.parse_args()
+    device: str = arguments.device
+    if device == "cuda":
+        require_gpu()
     torch.set_num_threads(1)
     with modules.atom_installed():
         reference = modules.reference_module()
         before: Any = vars(torch.cuda).get("is_current_stream_capturing")
-        if reference is not None:
+        if reference is not None and device == "cpu":
             torch.cuda.is_current_stream_capturing = lambda: False  # a CPU build has none
         try:
-            rows = [row(case, reference) for case in CASES]
+            found = tables(reference, device)
         finally:
             torch.cuda.is_current_stream_capturing = before
-    columns = ["case", "bind, us", "with states, us"]
-    if reference is not None:
-        columns = ["case", "bind, us", "reference, us", "ratio", "with states, us", "reference, us", "ratio"]
-    text = f"{heading('Bind on the ATOM surface, CPU tensors')}\n\n{table(columns, rows)}\n"
+    where = "CPU tensors" if device == "cpu" else f"on a GPU\n\n{machine()}"
+    text = f"{heading(f'Bind on the ATOM surface, {where}')}\n\n{found}\n"
     print(text)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(text)
+    if arguments.file is not None:
+        arguments.file.write_text(text)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ BAD: list[tuple[Callable[..., Case], Callable[[Case], None], str]] = [
         drop("sequence_lengths", "sequence_lengths_plus_1_device"),
         "attention_inputs.sequence_lengths: got none, expected one for each row",
     ),
-    (prefill, drop("prefix_lengths", "prefix_lengths_device"), "prefix_lengths: got none, expected one length for"),
+    (prefill, drop("prefix_lengths", "prefix_lengths_device"), "prefix_lengths: got none, expected one for each row"),
     (prefill, put("prefix_lengths", int32([1])), "attention_inputs.prefix_lengths: got 1 rows, expected 3 rows"),
     (decode, put("sequence_lengths_plus_1_device", int32([1, 2])), "plus_1_device: got 2 rows, expected 3 rows"),
     (decode, bad_group, r"kv_cache_layer_to_group\[1\]: got 5, expected a group number, 0 .. 1"),

@@ -107,8 +107,12 @@ def test_row_18_views_are_kept_while_the_buffers_are_the_same(cls: Any) -> None:
         again = case.build(strict=False).kv_cache_data
         assert again is not first
         first = again
-    cache.kv_cache_base.resize_(11, *base.shape[1:])  # in place
-    assert case.build(strict=False).kv_cache_data is not first
+    in_place = cache.kv_cache_base
+    in_place.resize_(11, *base.shape[1:])
+    again = case.build(strict=False).kv_cache_data
+    assert again is not first
+    in_place.as_strided_((10, *base.shape[1:]), (base.stride(0) + 1, *base.stride()[1:]))
+    assert case.build(strict=False).kv_cache_data is not again
 
 
 @every_class

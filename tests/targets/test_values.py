@@ -9,15 +9,23 @@ from typing import Any
 import pytest
 import torch
 
+from stepbind.errors import StepError
 from stepbind.targets import atom
-from stepbind.targets.atom import context as atom_context
 from stepbind.targets.atom import passes
 from stepbind.targets.atom.computed import Computed
+from stepbind.targets.atom.kept import kept_on, update_groups
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import PlanBuffers, compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import read
 from tests.targets.atom_double.modules import atom_installed
-from tests.targets.atom_double.passes import hybrid_model, latent_model, plain_model, random_pass, runtime_for
+from tests.targets.atom_double.passes import (
+    hybrid_model,
+    latent_model,
+    pass_inputs,
+    plain_model,
+    random_pass,
+    runtime_for,
+)
 
 MODELS: list[tuple[Any, Any, Profile]] = [
     (atom.RTPForwardContext, plain_model, PLAIN),
@@ -32,6 +40,9 @@ def double() -> Iterator[None]:
         yield
 
 
+FIRST = ("slot_mapping", "state_read", "state_write", "has_prior")
+
+
 class Pass:
     def __init__(self, seed: int, which: int, ratio: int, *, holes: bool = False) -> None:
         rng = random.Random(seed)
@@ -39,19 +50,19 @@ class Pass:
         groups = rng.choice((1, 3)) if which == 2 else 1
         self.inputs, self.positions = random_pass(rng, groups=groups, ratio=ratio, compact=which == 2)
         if holes:
-            for table in (self.inputs.attention_inputs.kv_cache_kernel_block_id_device_by_group or [])[1:]:
+            attention = self.inputs.attention_inputs
+            others = (attention.kv_cache_kernel_block_id_device_by_group or [])[1:]
+            for table in others or rng.choice(([], [attention.kv_cache_kernel_block_id_device])):
                 table[rng.randrange(table.shape[0]), rng.randrange(table.shape[1])] = rng.choice((-1, 0, 1000))
         self.model = model()
         runtime = runtime_for(self.model, 8, 8 // ratio, 100)
         self.host = read(self.inputs)
         maps = self.cls.collect_layer_maps(self.model)
-        kept = atom_context._kept_on(runtime)
-        atom_context._tensors(kept, runtime, maps, atom_context.atom.atom_api())
-        self.groups = atom_context._groups(kept, runtime, maps, self.host)
+        self.groups = update_groups(kept_on(runtime), runtime, maps, self.host)
 
     def general(self, monkeypatch: pytest.MonkeyPatch) -> Computed:
         with monkeypatch.context() as patch:
-            patch.setattr(passes, "usual_decode", lambda *arguments: None)
+            patch.setattr(passes, "usual_pass", lambda *arguments: None)
             return compute_on_host(self.host, self.positions, self.profile, self.groups, False, 64)
 
     def fast(self) -> Computed:
@@ -83,17 +94,18 @@ def assert_same(got: Any, want: Any, name: str = "") -> None:
 
 
 @pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("holes", [False, True])
-def test_the_usual_decode_equals_the_general_way(which: int, holes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = 0
-    for seed in range(150):
-        case = Pass(seed, which, 1, holes=holes)
-        usual = None
-        if not case.host.is_prefill:
-            usual = passes.usual_decode(case.host, case.positions, case.profile, case.groups)
-        taken += usual is not None
+def test_the_usual_pass_equals_the_general_way(
+    which: int, ratio: int, holes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = {False: 0, True: 0}
+    for seed in range(300):
+        case = Pass(seed, which, ratio, holes=holes)
+        usual = passes.usual_pass(case.host, case.positions, case.profile, case.groups)
+        taken[case.host.is_prefill] += usual is not None
         assert_same(case.fast(), case.general(monkeypatch))
-    assert taken > 20
+    assert min(taken.values()) > 20
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -103,7 +115,15 @@ def test_the_plans_values_equal_those_of_the_cpu(which: int, ratio: int) -> None
         case = Pass(seed, which, ratio, holes=True)
         planned, direct = case.by_plan(), case.fast()
         assert_same(planned.groups, direct.groups, "groups")
-        for field in ("seq_lens", "max_query", "max_context", "total_context", "num_tokens", "query_start_host"):
+        for field in (
+            "seq_lens",
+            "max_query",
+            "max_context",
+            "total_context",
+            "num_tokens",
+            "query_start_host",
+            *FIRST,
+        ):
             assert_same(getattr(planned, field), getattr(direct, field), field)
         for field, value in direct.shared._asdict().items():
             if value is not None:
@@ -118,4 +138,21 @@ def test_captured_values_equal_the_eager_ones(which: int) -> None:
             continue
         captured, eager = case.captured(), case.fast()
         assert_same(captured.groups, eager.groups, "groups")
-        assert_same(captured.seq_lens, eager.seq_lens)
+        for field in ("seq_lens", *FIRST):
+            assert_same(getattr(captured, field), getattr(eager, field), field)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_eager_passes_leave_the_buffers_of_graphs_alone(which: int) -> None:
+    """More rows and tokens than the captured pass had make other buffers grow."""
+    case = next(case for case in (Pass(seed, which, 1) for seed in range(50)) if not case.host.is_prefill)
+    buffers = PlanBuffers()
+    captured = compute_captured(case.inputs, case.host, case.profile, case.groups, buffers, 64)
+    held = buffers.captured, buffers.captured_scratch, captured.seq_lens.data_ptr()
+    rows, tables = 300, len(case.host.tables)
+    inputs = pass_inputs(prefill=False, query=[1] * rows, prior=[5] * rows, tables=[[[1]] * rows] * tables)
+    compute_by_plan(inputs, read(inputs), rows, case.profile, case.groups, buffers, 64)
+    again = compute_captured(case.inputs, case.host, case.profile, case.groups, buffers, 64)
+    assert (buffers.captured, buffers.captured_scratch, again.seq_lens.data_ptr()) == held
+    with pytest.raises(StepError, match="got 300 rows, expected at most 256 in a capture"):
+        compute_captured(inputs, read(inputs), case.profile, case.groups, buffers, 64)

@@ -50,7 +50,7 @@ def host_groups(
     )
 
 
-def allocate(layers: Sequence[Layer], groups: tuple[CacheGroup, ...]) -> dict[int, torch.Tensor]:
+def allocate(layers: Sequence[Layer], groups: tuple[CacheGroup, ...], device: str = "cpu") -> dict[int, torch.Tensor]:
     """Raw buffers by layer; a group of several kinds has as many blocks in each."""
     buffers = {}
     for group in groups:
@@ -59,7 +59,7 @@ def allocate(layers: Sequence[Layer], groups: tuple[CacheGroup, ...]) -> dict[in
             if members:
                 numbers = tuple(layer.index for layer in members)
                 part = CacheGroup("part", kind, numbers, group.block_size, group.kernel_block_size, group.num_blocks)
-                buffers |= allocate_buffers(members, (part,), torch.device("cpu"))
+                buffers |= allocate_buffers(members, (part,), torch.device(device))
     return buffers
 
 
@@ -78,10 +78,11 @@ class RtpDouble:
         max_context: int,
         graph_sizes: Sequence[int] = (),
         keep_state_every: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.runtime = runtime
-        self.layout = Layout(groups, generation, len(layers))
-        buffers = allocate(layers, groups)
+        self.layout = Layout(groups, generation, len(layers), device=device)
+        buffers = allocate(layers, groups, device)
         is_mixed = len({layer.kind for layer in layers}) > len({group.kind for group in groups})
         self.poison = None if is_mixed else Poison(groups, buffers)
         runtime.initialize(InitResources(kv_cache(generation, groups, buffers)))

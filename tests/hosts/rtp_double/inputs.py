@@ -57,6 +57,7 @@ class Layout:
     layers: int
     verify_tables: bool = False
     columns: dict[str, int] = field(default_factory=dict)  # physical columns; by the longest row where not given
+    device: str = "cpu"
 
 
 def int32(values: Sequence[Any]) -> torch.Tensor:
@@ -132,7 +133,23 @@ def model_inputs(layout: Layout, phase: Phase, rows: Sequence[Row]) -> ModelInpu
         columns = layout.columns.get(group.name) or max(len(table) for table in of_group)
         tables.append((kernel_table(group, of_group, columns), physical_table(of_group, columns)))
     ids = int32([token for row in rows for token in row.tokens])
-    return ModelInputs(ids, with_tables(layout, attention_inputs(phase, rows), tables))
+    inputs = ModelInputs(ids, with_tables(layout, attention_inputs(phase, rows), tables))
+    return inputs if layout.device == "cpu" else on_device(inputs, layout.device)
+
+
+def on_device(inputs: ModelInputs, device: str) -> ModelInputs:
+    """The same with what RTP has on the device there, and the host's mirrors pinned."""
+    found = inputs.attention_inputs
+    for attention in found.values() if isinstance(found, dict) else [found]:
+        for name, value in vars(attention).items():
+            if name.endswith("_by_group"):
+                setattr(attention, name, [table.to(device) for table in value])
+            elif isinstance(value, torch.Tensor) and name != "kv_cache_layer_to_group":
+                there = name.endswith("_device") or name == "combo_position_ids"
+                setattr(attention, name, value.to(device) if there else value.pin_memory())
+    assert inputs.input_ids is not None
+    inputs.input_ids = inputs.input_ids.to(device)
+    return inputs
 
 
 def probe_inputs(layout: Layout, rows: int, phase: Phase = Phase.DECODE) -> ModelInputs:

@@ -121,8 +121,10 @@ def compute_causal_conv1d_metadata(query_start: torch.Tensor) -> tuple[dict[int,
         chunks.extend(range(count))
     total = len(rows)
     listed = torch.tensor(chunks, dtype=torch.int32)
-    row_ptr, chunk_ptr = (torch.full((2 * max(1024, total),), -1, dtype=torch.int32) for _ in range(2))
-    row_ptr[:total], chunk_ptr[:total] = rows, listed
+    size = {"size": (2 * max(1024, total),), "device": query_start.device}
+    row_ptr, chunk_ptr = (torch.full(fill_value=-1, dtype=torch.int32, **size) for _ in range(2))
+    row_ptr[:total].copy_(rows)
+    chunk_ptr[:total].copy_(listed)
     values = {
         "nums": counts,
         "tot": counts.sum().item(),

@@ -40,17 +40,19 @@ def latent_model(layers: int = 2) -> nn.Module:
     return nn.ModuleList([atom.SparseMLA(i) for i in range(layers)])
 
 
-def runtime_for(model: nn.Module, block_size: int, kernel_block_size: int, num_blocks: int) -> SimpleNamespace:
+def runtime_for(
+    model: nn.Module, block_size: int, kernel_block_size: int, num_blocks: int, device: str = "cpu"
+) -> SimpleNamespace:
     """With buffers for each layer, in the engine contract's layouts."""
     ratio = block_size // kernel_block_size
     bases: dict[int, torch.Tensor | None] = {}
     for module in model:
         if isinstance(module, atom.GatedDeltaNet):
-            bases[module.layer_num] = torch.zeros(num_blocks, 4 * 8 * 8 + 3 * 64 + 5)
+            bases[module.layer_num] = torch.zeros(num_blocks, 4 * 8 * 8 + 3 * 64 + 5, device=device)
         elif isinstance(module, atom.SparseMLA):
-            bases[module.layer_num] = torch.zeros(num_blocks * ratio, kernel_block_size, 6)
+            bases[module.layer_num] = torch.zeros(num_blocks * ratio, kernel_block_size, 6, device=device)
         else:
-            bases[module.layer_num] = torch.zeros(num_blocks * ratio, 2, 1, kernel_block_size, 4)
+            bases[module.layer_num] = torch.zeros(num_blocks * ratio, 2, 1, kernel_block_size, 4, device=device)
     return SimpleNamespace(kv_cache=Cache(bases, block_size, kernel_block_size))
 
 
@@ -92,6 +94,19 @@ def pass_inputs(
         kv_cache_layer_to_group=None if layer_to_group is None else int32(layer_to_group),
     )
     return SimpleNamespace(attention_inputs=attention)
+
+
+def on_device(inputs: SimpleNamespace, device: str) -> SimpleNamespace:
+    """The same with what RTP has on the device there, and the host's mirrors pinned."""
+    moved = {}
+    for name, value in vars(inputs.attention_inputs).items():
+        if name.endswith("_by_group") and value is not None:
+            value = [table.to(device) for table in value]
+        elif isinstance(value, torch.Tensor) and name != "kv_cache_layer_to_group":
+            on_host = value if device == "cpu" else value.pin_memory()
+            value = value.to(device) if name.endswith("_device") else on_host
+        moved[name] = value
+    return SimpleNamespace(attention_inputs=SimpleNamespace(**moved))
 
 
 def positions_of(query: list[int], prior: list[int]) -> torch.Tensor:

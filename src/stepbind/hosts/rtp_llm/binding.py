@@ -73,10 +73,10 @@ class RtpBinding:
         return step_of(host, self._sources, self._scratch, self.max_context, self.options), self._caches
 
     def prepare_capture(self, inputs: Any) -> None:
-        """Make the buffers that a captured pass works in, before the capture."""
+        """Make all that a captured pass works in, before the capture, by a fill of the plan on the same inputs."""
         if self.kv_cache is not None:
             step, _ = self.read(inputs, is_graph=True)
-            self._arena_of(step, is_graph=True)
+            build_plan(step, self._arena_of(step, is_graph=True), strict=False)
 
     def check_replay(self, attention_inputs: Any) -> None:
         """Before a replay: raise `StepError` for a row longer than captured passes take, by the host's lengths."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -31,9 +32,12 @@ class AtomApi:
     fp8: torch.dtype
 
 
+_AMBIENT = "atom.utils.forward_context"
+
+
 def atom_api() -> AtomApi:
     """ATOM as it is imported now. Raises `ImportError` that says what is missing."""
-    return _api_of(_import("atom.utils.forward_context"))
+    return _api_of(sys.modules.get(_AMBIENT) or _import(_AMBIENT))
 
 
 @lru_cache(maxsize=4)
@@ -87,4 +91,4 @@ def _classes(*places: tuple[str, str]) -> tuple[type, ...]:
 
 def capturing() -> bool:
     """Whether the current stream is being captured. A CPU build of torch cannot be asked that (seed behaviour 25)."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -16,9 +16,10 @@ from stepbind.targets.atom.metadata import (
     Profile,
 )
 from stepbind.targets.atom.passes import PlanBuffers
-from stepbind.targets.atom.read import AtomPass, numbers, prefix_of
+from stepbind.targets.atom.read import AtomPass, numbers
 from stepbind.targets.atom.shared import conv_programs
 from stepbind.targets.atom.tables import to_kernel
+from stepbind.targets.atom.values import highest
 
 
 def gdn_metadata(
@@ -27,11 +28,10 @@ def gdn_metadata(
     """`GDNAttentionMetadata`. `caches`: state slots by (group number, is prefill), "write" and "read"."""
     rows, tokens, device = host.num_rows, computed.num_tokens, computed.block_table.device
     prefill = host.is_prefill
-    programs = batch = offset = has_initial = None
+    programs = batch = offset = None
     start = computed.shared.query_start
     if prefill:
         programs, batch, offset = conv_programs(computed.query_start_host, device)
-        has_initial = prefix_of(host, device_first=True) > 0
     if computed.query_start_host.size != start.shape[0] or int(computed.query_start_host[-1]) != tokens:
         start = torch.from_numpy(computed.query_start_host).to(device)
     metadata = api.gdn_metadata(
@@ -42,7 +42,7 @@ def gdn_metadata(
         num_spec_decodes=0,
         num_spec_decode_tokens=0,
         num_actual_tokens=tokens,
-        has_initial_state=has_initial,
+        has_initial_state=computed.has_prior,
         non_spec_query_start_loc=start,
         non_spec_state_indices_tensor=computed.state_write,
         nums_dict=programs,
@@ -150,4 +150,4 @@ def _indexer_table(computed: Computed, groups: AtomGroups, captured: PlanBuffers
 
 def _has_prefix(host: AtomPass) -> bool:
     prefix = numbers(host.prefix_len)
-    return prefix is not None and bool(prefix.max() > 0)
+    return prefix is not None and highest(prefix) > 0

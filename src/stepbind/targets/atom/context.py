@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from stepbind.errors import StepError
-from stepbind.hosts.rtp_llm.groups import GroupSource
 from stepbind.targets.atom import api as atom
 from stepbind.targets.atom.assemble import attention_metadata, gdn_metadata, state_caches
 from stepbind.targets.atom.computed import Computed
-from stepbind.targets.atom.groups import AtomGroups, atom_groups
-from stepbind.targets.atom.memory import (
-    Attached,
-    AttachPoint,
-    LayerMaps,
-    attach_points,
-    cache_key,
-    cache_tensors,
-    collect_layers,
-    layer_numbers,
-)
+from stepbind.targets.atom.groups import AtomGroups
+from stepbind.targets.atom.kept import Kept, kept_on, update_groups, update_points, update_views
+from stepbind.targets.atom.memory import Attached, LayerMaps, collect_layers
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
-from stepbind.targets.atom.passes import PlanBuffers, compute_by_plan, compute_captured, compute_on_host
+from stepbind.targets.atom.passes import compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import AtomPass, read
 from stepbind.targets.atom.states import state_slots_of_layer
-
-
-@dataclass(eq=False)
-class _Kept:
-    """What is kept on a runtime between passes, beside what ATOM's own bridge keeps there."""
-
-    held: list[Any] = field(default_factory=list)  # what the ids in the cache signature are of
-    groups: AtomGroups | None = None
-    groups_key: object = None
-    sources: tuple[GroupSource, ...] = ()
-    buffers: PlanBuffers = field(default_factory=PlanBuffers)  # for `sources`
-    numbers: tuple[LayerMaps, list[int]] | None = None  # layer numbers of these layer maps
-    points: tuple[dict[int, Any], list[AttachPoint]] | None = None  # of these layers
 
 
 @dataclass(frozen=True)
@@ -119,16 +98,18 @@ class RTPForwardContext:
         if positions is None or positions.numel() == 0:
             raise StepError("positions", "none", "one for each new token")
         maps = layer_maps or collect_layers(model, api)
-        kept = _kept_on(runtime)
-        tensors = _tensors(kept, runtime, maps, api)
-        groups = _groups(kept, runtime, maps, host)
+        kept = kept_on(runtime)
+        tensors = update_views(kept, runtime, maps, api)
+        groups = update_groups(kept, runtime, maps, host)
         computed, captured = _compute(cls.profile, kept, inputs, host, positions, groups, cg_max_seq_len, strict)
         caches = state_caches(host, computed)
         gdn = gdn_metadata(host, computed, groups, api, caches) if maps[0] else None
         metadata = attention_metadata(
             host, computed, groups, cls.profile, api, cg_bufs, kept.buffers if captured else None
         )
-        return cls(
+        context = object.__new__(cls)
+        # One update, as every pass makes one: a frozen dataclass sets its fields one by one.
+        vars(context).update(
             gdn_metadata=gdn,
             attn_metadata=metadata,
             rtp_attn_inputs=host.attn_inputs,
@@ -143,9 +124,9 @@ class RTPForwardContext:
             num_tokens=positions.numel(),
             mla_layer_map=maps[2] if cls.profile.latent_layers else _NO_LAYERS,
         )
+        return context
 
     @classmethod
-    @contextmanager
     def bind(
         cls,
         *,
@@ -157,26 +138,13 @@ class RTPForwardContext:
         cg_max_seq_len: int = 0,
         cg_bufs: Any = None,
         strict: bool | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """`build`, set as ATOM's forward context inside the block. Nests; every exit restores what was there before, in
         reverse order (seed behaviour 20). Where ATOM keeps a context for each thread, so does this."""
-        context = cls.build(model, runtime, inputs, positions, layer_maps, cg_max_seq_len, cg_bufs, strict)
-        metadata = context.attn_metadata
-        metadata.gdn_metadata = context.gdn_metadata
-        metadata.rtp_attn_inputs = context.rtp_attn_inputs
-        metadata.rtp_kernel_seq_size_per_block = context.rtp_kernel_seq_size_per_block
-        metadata.rtp_seq_size_per_block = context.rtp_seq_size_per_block
-        metadata.rtp_layer_group_map = context.layer_group_map
-        api, attached = atom.atom_api(), Attached()
-        before = api.cache_context.kv_cache_data
-        try:
-            points = _points(runtime, context.mla_layer_map)
-            attached.attach(points, context.kv_cache_data, context.rtp_seq_size_per_block, api.fp8)
-            with _ambient(api, context):
-                yield
-        finally:
-            attached.restore()
-            api.set_kv_cache_data(before if before is not None else {})
+        build = partial(
+            cls.build, model, runtime, inputs, positions, layer_maps, cg_max_seq_len, cg_bufs=cg_bufs, strict=strict
+        )
+        return _Binding(build, runtime)
 
 
 @dataclass(frozen=True)
@@ -207,22 +175,51 @@ _bound = _Bound()
 _lock = threading.Lock()
 
 
-@contextmanager
-def _ambient(api: atom.AtomApi, context: RTPForwardContext) -> Iterator[None]:
-    """ATOM's forward context, the outer one again afterwards."""
-    local_before = getattr(api.local, "ctx", None)
-    _bound.stack.append(context)
-    _set(api, context)
-    try:
-        yield
-    finally:
+class _Binding(AbstractContextManager[None]):
+    """One `with` block around a forward."""
+
+    def __init__(self, build: partial[RTPForwardContext], runtime: Any) -> None:
+        self._build, self._runtime = build, runtime
+
+    def __enter__(self) -> None:
+        context = self._build()
+        self._api = api = atom.atom_api()
+        metadata = context.attn_metadata
+        metadata.gdn_metadata = context.gdn_metadata
+        metadata.rtp_attn_inputs = context.rtp_attn_inputs
+        metadata.rtp_kernel_seq_size_per_block = context.rtp_kernel_seq_size_per_block
+        metadata.rtp_seq_size_per_block = context.rtp_seq_size_per_block
+        metadata.rtp_layer_group_map = context.layer_group_map
+        latent, self._attached = context.mla_layer_map, Attached()
+        points = update_points(kept_on(self._runtime), latent, context.rtp_seq_size_per_block, api) if latent else []
+        self._caches_before = api.cache_context.kv_cache_data
+        self._local_before = getattr(api.local, "ctx", None)
+        _bound.stack.append(context)
+        try:
+            self._attached.attach(points)
+            _set(api, context)
+        except BaseException:
+            self._restore()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        api = self._api
         _bound.stack.pop()
-        if _bound.stack:
-            _set(api, _bound.stack[-1])
-        else:
-            api.reset_forward_context()
-        if api.local is not None:
-            api.local.ctx = local_before
+        try:
+            if _bound.stack:
+                _set(api, _bound.stack[-1])
+            else:
+                api.reset_forward_context()
+            if api.local is not None:
+                api.local.ctx = self._local_before
+        finally:
+            self._attached.restore()
+            api.set_kv_cache_data(self._caches_before if self._caches_before is not None else {})
 
 
 def _set(api: atom.AtomApi, context: RTPForwardContext) -> None:
@@ -242,7 +239,7 @@ def _set(api: atom.AtomApi, context: RTPForwardContext) -> None:
 
 def _compute(
     profile: Profile,
-    kept: _Kept,
+    kept: Kept,
     inputs: Any,
     host: AtomPass,
     positions: torch.Tensor,
@@ -251,65 +248,11 @@ def _compute(
     strict: bool | None,
 ) -> tuple[Computed, bool]:
     budget = max(max_context, 1)
-    if atom.capturing():
+    is_on_host = positions.is_cpu and host.tables[0].is_cpu
+    # The warm-up before a capture takes the captured pass's way: what that needs must be there when the capture begins.
+    is_warm_up = host.graph_flag and not host.is_prefill and not is_on_host and max_context > 0
+    if is_warm_up or atom.capturing():
         return compute_captured(inputs, host, profile, groups, kept.buffers, max_context), True
-    if positions.device.type == "cpu" and host.tables[0].device.type == "cpu":
+    if is_on_host:
         return compute_on_host(host, positions, profile, groups, strict, budget), False
     return compute_by_plan(inputs, host, positions.numel(), profile, groups, kept.buffers, budget), False
-
-
-def _kept_on(runtime: Any) -> _Kept:
-    kept: _Kept | None = getattr(runtime, "_stepbind_kept", None)
-    if kept is None:
-        kept = runtime._stepbind_kept = _Kept()
-    return kept
-
-
-def _tensors(kept: _Kept, runtime: Any, maps: LayerMaps, api: atom.AtomApi) -> dict[str, Any]:
-    """Cache views, kept on the runtime under the reference's names (seed behaviour 18)."""
-    if kept.numbers is None or kept.numbers[0] is not maps:
-        kept.numbers = (maps, layer_numbers(maps))
-    key, held = cache_key(runtime.kv_cache, kept.numbers[1])
-    tensors: dict[str, Any] | None = getattr(runtime, "_rtp_kv_cache_data", None)
-    if tensors is None or key != getattr(runtime, "_rtp_kv_cache_signature", None):
-        tensors = cache_tensors(runtime.kv_cache, maps, api)
-        runtime._rtp_kv_cache_data, runtime._rtp_kv_cache_signature = tensors, key
-        kept.held, kept.groups = held, None
-    return tensors
-
-
-def _points(runtime: Any, latent: dict[int, Any]) -> list[AttachPoint]:
-    kept = _kept_on(runtime)
-    if kept.points is None or kept.points[0] is not latent:
-        kept.points = (latent, attach_points(latent))
-    return kept.points[1]
-
-
-def _groups(kept: _Kept, runtime: Any, maps: LayerMaps, host: AtomPass) -> AtomGroups:
-    """Groups, kept while the host's map, sizes and buffers are the same (seed behaviour 19: by content)."""
-    numbers = _layer_numbers(runtime, host.layer_to_group)
-    kv_cache = runtime.kv_cache
-    sizes = (getattr(kv_cache, "seq_size_per_block", None), getattr(kv_cache, "kernel_seq_size_per_block", None))
-    key = (numbers, sizes, host.tags, len(host.tables))
-    if kept.groups is None or key != kept.groups_key:
-        groups = atom_groups(kv_cache, maps, host, numbers)
-        if kept.sources != groups.sources:
-            kept.buffers, kept.sources = PlanBuffers(), groups.sources
-        kept.groups, kept.groups_key = groups, key
-        runtime._rtp_layer_group_map = groups.layer_to_group
-    return kept.groups
-
-
-def _layer_numbers(runtime: Any, tensor: torch.Tensor | None) -> tuple[int, ...]:
-    if tensor is None:
-        return ()
-    if tensor.device.type == "cpu":
-        numbers = tuple(tensor.tolist())
-        runtime._rtp_layer_group_map_signature = numbers
-        return numbers
-    key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-    kept: tuple[Any, tuple[int, ...], torch.Tensor] | None = getattr(runtime, "_stepbind_layer_numbers", None)
-    if kept is None or kept[0] != key:  # a device tensor is read once
-        kept = runtime._stepbind_layer_numbers = (key, tuple(tensor.tolist()), tensor)
-        runtime._rtp_layer_group_map_signature = kept[1]
-    return kept[1]

@@ -22,8 +22,10 @@ class AtomGroups:
     kernel_block_size: of the first group, in tokens. layer_to_group: the host's number of each layer's group, as the
     pass says it (empty where there is one). state_groups: numbers of the groups that have Gated DeltaNet layers.
     first_slots, first_states: the first of the host's groups taken for one of attention, and for a recurrent one, in
-    blocks of `block_size`: what the reference's fields of the first group are read with. has_kernel_blocks: whether any
-    group has kernel blocks smaller than its physical ones. fewest_blocks: of all pools."""
+    blocks of `block_size`: what the reference's fields of the first group are read with. planned: `sources`, and behind
+    them those two where no layer of theirs is in the first group but the fields are there. first_paged: which of
+    `sources` is the first of the host's groups and has slots, if any. has_kernel_blocks: whether any group has kernel
+    blocks smaller than its physical ones. fewest_blocks: of all pools."""
 
     sources: tuple[GroupSource, ...]
     block_size: int
@@ -32,6 +34,8 @@ class AtomGroups:
     state_groups: tuple[int, ...]
     first_slots: CacheGroup
     first_states: CacheGroup
+    planned: tuple[GroupSource, ...]
+    first_paged: int | None
     has_kernel_blocks: bool
     fewest_blocks: int
 
@@ -72,9 +76,17 @@ def atom_groups(kv_cache: Any, maps: LayerMaps, host: AtomPass, layer_to_group: 
     state_groups = tuple(dict.fromkeys(number for number, kind in members if kind is GroupKind.STATE))
     blocks = max((source.group.num_blocks for source in sources if source.table == 0), default=2)
     first_slots, first_states = (
-        CacheGroup("group 0", kind, (0,), block_size, block_size, blocks)
-        for kind in (GroupKind.ATTENTION, GroupKind.STATE)
+        CacheGroup(f"first as {kind.value}", kind, (layer,), block_size, block_size, blocks)
+        for kind, layer in ((GroupKind.ATTENTION, -1), (GroupKind.STATE, -2))  # layers that no model has
     )
+    first_paged = next(
+        (i for i, each in enumerate(sources) if each.table == 0 and each.group.kind is not GroupKind.STATE), None
+    )
+    planned = list(sources)
+    if first_paged is None:
+        planned.append(GroupSource(first_slots, 0, True))
+    if state_groups and 0 not in state_groups:
+        planned.append(GroupSource(first_states, 0, True))
     layers_of = dict(enumerate(layer_to_group))
     return AtomGroups(
         tuple(sources),
@@ -84,6 +96,8 @@ def atom_groups(kv_cache: Any, maps: LayerMaps, host: AtomPass, layer_to_group: 
         state_groups,
         first_slots,
         first_states,
+        tuple(planned),
+        first_paged,
         has_kernel_blocks=any(source.group.ratio > 1 for source in sources),
         fewest_blocks=min((source.group.num_blocks for source in sources), default=0),
     )

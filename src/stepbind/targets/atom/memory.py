@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import is_, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -51,20 +51,45 @@ def layer_numbers(maps: LayerMaps) -> list[int]:
     return sorted({*maps[0], *maps[1], *maps[2]})
 
 
-def cache_key(kv_cache: Any, numbers: list[int]) -> tuple[tuple[Any, ...], list[Any]]:
-    """All that the views bake in of the buffers of these layers: pointer, shape, stride, offset, dtype, device, of
-    the scales too (seed behaviour 18); and what has to be held while the key is kept.
+class CacheViews:
+    """The cache views of a runtime's layers, and all that they bake in of its buffers: pointer, shape, stride, offset,
+    dtype, device, of the scales too (seed behaviour 18).
 
-    A tensor object that is held stands for its stride, offset, dtype and device itself: whoever changes those makes a
-    new one. Its pointer and shape can change in place (`set_`, `resize_`).
+    A tensor object that is held stands for its dtype and device itself: whoever changes those makes a new one. The rest
+    can change in place (`set_`, `resize_`); an alias beside it stays as it was.
+
+    Raises `StepError` as `cache_tensors`.
     """
+
+    def __init__(self, kv_cache: Any, maps: LayerMaps, api: AtomApi) -> None:
+        self.tensors = cache_tensors(kv_cache, maps, api)
+        self._kv_cache, self._maps = kv_cache, maps
+        self._numbers = layer_numbers(maps)
+        self._buffers = _buffers(kv_cache, self._numbers)
+        self._aliases = [buffer.detach() for buffer in self._buffers]
+        places = ((buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype) for buffer in self._buffers)
+        self.signature = (id(kv_cache), *places)
+
+    def are_of(self, kv_cache: Any, maps: LayerMaps) -> bool:
+        """Whether they are still good for this cache and these layers."""
+        if kv_cache is not self._kv_cache or not (maps is self._maps or maps == self._maps):
+            return False
+        buffers, own = _buffers(kv_cache, self._numbers), self._buffers
+        return (
+            len(buffers) == len(own)
+            and all(map(is_, buffers, own))
+            and all(map(torch.Tensor.is_set_to, buffers, self._aliases))
+        )
+
+
+def _buffers(kv_cache: Any, numbers: list[int]) -> list[Any]:
+    """The buffer of each layer, and behind them the scales that there are."""
     caches = list(map(kv_cache.get_layer_cache, numbers))
     buffers = [cache.kv_cache_base for cache in caches]
-    scales = [getattr(cache, "kv_scale_base", None) for cache in caches]
-    if not all(map(is_, scales, repeat(None))) or not all(map(is_not, buffers, repeat(None))):
-        buffers = [buffer for buffer in (*buffers, *scales) if buffer is not None]
-    places = map(torch.Tensor.data_ptr, buffers)
-    return (id(kv_cache), *map(id, buffers), *places, *map(attrgetter("shape"), buffers)), [kv_cache, *buffers]
+    scales = list(map(getattr, caches, repeat("kv_scale_base"), repeat(None)))
+    if any(map(is_not, scales, repeat(None))):
+        buffers += [scale for scale in scales if scale is not None]
+    return buffers
 
 
 def cache_tensors(kv_cache: Any, maps: LayerMaps, api: AtomApi) -> dict[str, Any]:
@@ -112,25 +137,41 @@ def _gdn_views(base: torch.Tensor, module: Any, number: int) -> tuple[torch.Tens
 
 
 class AttachPoint(NamedTuple):
-    """Where a sparse MLA layer keeps its caches. owner: the inner attention, or the layer itself. holder: what has the
-    list of its indexer's caches, None where there is none. dim: of an index key, 0 for none."""
+    """Where a sparse MLA layer keeps its caches, and what comes there. owner: the inner attention, or the layer itself.
+    holder: what has the list of its indexer's caches, None where there is none. index_keys: None for none."""
 
-    number: int
     owner: Any
+    cache: Any
     holder: Any
-    dim: int
+    index_keys: torch.Tensor | None
 
 
-def attach_points(latent: dict[int, Any]) -> list[AttachPoint]:
+def attach_points(
+    latent: dict[int, Any], tensors: dict[str, Any], block_size: int, fp8: torch.dtype
+) -> list[AttachPoint]:
+    """Of all sparse MLA layers that have a cache. Raises `StepError` for a block size that gives no index keys."""
     points = []
     for number, layer in latent.items():
+        tensor = tensors.get(f"layer_{number}")
+        if tensor is None:
+            continue
         owner = getattr(layer, "mla_attn", layer)
         indexer = getattr(layer, "indexer", None)
         if indexer is None:
             indexer = getattr(owner, "indexer", None)
-        dim = int(getattr(indexer, "head_dim", 0) or 0)
-        points.append(AttachPoint(number, owner, getattr(indexer, "k_cache", None), dim))
+        holder, dim = getattr(indexer, "k_cache", None), int(getattr(indexer, "head_dim", 0) or 0)
+        keys = None
+        if dim > 0 and _slots(holder):
+            if block_size <= 0:
+                raise StepError(f"layer {number} block size", block_size, "at least 1 token, for the index keys")
+            keys = index_keys(owner, tensor.k_cache.kv_cache_base, dim, block_size, fp8)
+        points.append(AttachPoint(owner, tensor.k_cache, holder, keys))
     return points
+
+
+def _slots(holder: Any) -> list[Any] | None:
+    slots = getattr(holder, "kv_cache", None)
+    return slots if isinstance(slots, list) and slots else None
 
 
 class Attached:
@@ -140,36 +181,29 @@ class Attached:
         self._attributes: list[tuple[Any, Any]] = []
         self._entries: list[tuple[list[Any], Any]] = []
 
-    def attach(self, points: list[AttachPoint], tensors: dict[str, Any], block_size: int, fp8: torch.dtype) -> None:
-        for number, owner, holder, dim in points:
-            tensor = tensors.get(f"layer_{number}")
-            if tensor is None:
-                continue
-            self._attributes.append((owner, getattr(owner, "kv_cache", None)))
-            _set(owner, tensor.k_cache)
-            slot = getattr(holder, "kv_cache", None)
-            if not isinstance(slot, list) or not slot or dim <= 0:
-                continue
-            if block_size <= 0:
-                raise StepError(f"layer {number} block size", block_size, "at least 1 token, for the index keys")
-            self._entries.append((slot, slot[0]))
-            slot[0] = index_keys(owner, tensor.k_cache.kv_cache_base, dim, block_size, fp8)
+    def attach(self, points: list[AttachPoint]) -> None:
+        for owner, cache, holder, keys in points:
+            attributes = vars(owner)
+            if "kv_cache" in attributes:  # past `nn.Module`'s bookkeeping, which has nothing to do with it
+                self._attributes.append((attributes, attributes["kv_cache"]))
+                attributes["kv_cache"] = cache
+            else:
+                self._attributes.append((owner, getattr(owner, "kv_cache", None)))
+                owner.kv_cache = cache
+            slots = None if keys is None else _slots(holder)
+            if slots is not None:
+                self._entries.append((slots, slots[0]))
+                slots[0] = keys
 
     def restore(self) -> None:
         """In reverse order."""
-        for slot, before in reversed(self._entries):
-            slot[0] = before
+        for slots, before in reversed(self._entries):
+            slots[0] = before
         for owner, before in reversed(self._attributes):
-            _set(owner, before)
-
-
-def _set(owner: Any, cache: Any) -> None:
-    """owner.kv_cache = cache, past `nn.Module`'s bookkeeping where that has nothing to do with it."""
-    attributes = vars(owner)
-    if "kv_cache" in attributes:
-        attributes["kv_cache"] = cache
-    else:
-        owner.kv_cache = cache
+            if type(owner) is dict:
+                owner["kv_cache"] = before
+            else:
+                owner.kv_cache = before
 
 
 def index_keys(owner: Any, base: torch.Tensor, dim: int, block_size: int, fp8: torch.dtype) -> torch.Tensor:

@@ -10,13 +10,11 @@ import torch
 
 from stepbind.errors import StepError
 from stepbind.groups import GroupKind
-from stepbind.hosts.rtp_llm.groups import GroupSource
 from stepbind.hosts.rtp_llm.reader import read_pass
 from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
-from stepbind.plan import Arena, build_plan, make_arena
+from stepbind.plan import Arena, Plan, build_plan, make_arena
 from stepbind.step import INT32_MAX, Granularity, Step
 from stepbind.targets.atom.computed import Computed
-from stepbind.targets.atom.decode import usual_decode
 from stepbind.targets.atom.groups import AtomGroups, granularity
 from stepbind.targets.atom.metadata import Profile
 from stepbind.targets.atom.read import (
@@ -29,7 +27,8 @@ from stepbind.targets.atom.read import (
     query_start_of,
 )
 from stepbind.targets.atom.shared import SharedValues, of_plan, on_host
-from stepbind.targets.atom.tables import to_physical
+from stepbind.targets.atom.tables import first_granularity, first_table, group_table, to_physical
+from stepbind.targets.atom.usual import usual_pass
 from stepbind.targets.atom.values import GroupTable, GroupValues, Rows, from_plan, slots_at, values_of
 
 MIN_ROWS = 256
@@ -39,17 +38,28 @@ MIN_ROWS = 256
 @dataclass(eq=False)
 class PlanBuffers:
     """What passes that use the plan work in, kept between them for one set of groups. Those of captured passes are made
-    with the first of them, which is the host's largest, and stay where they are; those of eager ones grow."""
+    with the first of them, which is the host's largest, and stay where they are, since graphs hold their addresses;
+    those of eager ones grow."""
 
     captured: Arena | None = None
+    captured_scratch: Scratch | None = None
     eager: Arena | None = None
-    scratch: Scratch | None = None
+    eager_scratch: Scratch | None = None
     tables: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     def scratch_for(self, host: AtomPass) -> Scratch:
-        if self.scratch is None or self.scratch.ones.shape[0] < host.num_rows:
-            self.scratch = Scratch.of(max(host.num_rows, MIN_ROWS), host.tables[0].device)
-        return self.scratch
+        if self.eager_scratch is None or self.eager_scratch.ones.shape[0] < host.num_rows:
+            self.eager_scratch = Scratch.of(max(host.num_rows, MIN_ROWS), host.tables[0].device)
+        return self.eager_scratch
+
+    def scratch_for_capture(self, host: AtomPass) -> Scratch:
+        """Raises `StepError` for more rows than the first captured pass had."""
+        if self.captured_scratch is None:
+            self.captured_scratch = Scratch.of(max(host.num_rows, MIN_ROWS), host.tables[0].device)
+        most = self.captured_scratch.ones.shape[0]
+        if host.num_rows > most:
+            raise StepError("attention_inputs.input_lengths", f"{host.num_rows} rows", f"at most {most} in a capture")
+        return self.captured_scratch
 
     def eager_arena(self, step: Step) -> Arena:
         arena = self.eager
@@ -77,18 +87,17 @@ class PlanBuffers:
 
     def upto(self, count: int, device: torch.device) -> torch.Tensor:
         """0 .. count-1, int32."""
-        table = self.tables.get(("upto", 1, 0))
-        if table is None or table.shape[1] < count:
-            table = torch.arange(max(count, MIN_ROWS + 1), dtype=torch.int32, device=device)[None]
-            self.tables[("upto", 1, 0)] = table
-        return table[0, :count]
+        key = ("upto", 1, count)
+        if key not in self.tables:
+            self.tables[key] = torch.arange(count, dtype=torch.int32, device=device)[None]
+        return self.tables[key][0]
 
 
 def compute_on_host(
     host: AtomPass, positions: torch.Tensor, profile: Profile, groups: AtomGroups, strict: bool | None, budget: int
 ) -> Computed:
     """From values that are on the host. `budget`: context of a dummy pass, at least 1."""
-    computed = None if host.is_prefill else usual_decode(host, positions, profile, groups)
+    computed = usual_pass(host, positions, profile, groups)
     if computed is not None:
         return computed
     seq_lens = context_lengths(host, profile, in_graph=host.graph_flag)
@@ -101,7 +110,7 @@ def compute_on_host(
     query_start = query_start_for(host, num_tokens, own_start)
     rows = Rows.of(context - 1 if seq_lens is host.plus_one and not host.is_prefill else _prior(host), query_start)
     tokens = max(longest, 1)
-    tables = [_group_table(source, host, profile, tokens) for source in groups.sources]
+    tables = [group_table(source, host, profile, tokens) for source in groups.sources]
     has_states = bool(groups.state_groups)
     if has_states and 0 not in groups.state_groups:  # the reference's fields are the first group's all the same
         tables.append(GroupTable(0, groups.first_states, host.tables[0], Granularity.PHYSICAL, False))
@@ -117,6 +126,7 @@ def compute_on_host(
         max_query=max(int(rows.query.max()), 1),
         max_context=budget if is_dummy else longest,
         total_context=int(context.sum()),
+        has_prior=_has_prior(host) if has_states and host.is_prefill else None,
         block_table=block_table,
         slot_mapping=_first_slots_on_host(positions, profile, groups, tables, values, rows, block_table),
         groups=values[: len(groups.sources)],
@@ -154,14 +164,6 @@ def _first_states(values: tuple[GroupValues, ...]) -> tuple[torch.Tensor | None,
     return None, None
 
 
-def _group_table(source: GroupSource, host: AtomPass, profile: Profile, max_context: int | None) -> GroupTable:
-    """A group's own table; where the first one's fields come from the store's table, so does this."""
-    if source.table == 0 and profile.physical_table and host.store is not None:
-        return GroupTable(0, source.group, host.store, Granularity.PHYSICAL)
-    blocks = host.tables[source.table]
-    return GroupTable(source.table, source.group, blocks, granularity(source, host, profile, max_context))
-
-
 def _prior(host: AtomPass) -> Numbers:
     """[B] tokens in the cache before the pass."""
     if host.is_prefill:
@@ -175,25 +177,14 @@ def _prior(host: AtomPass) -> Numbers:
     return prior
 
 
+def _has_prior(host: AtomPass) -> torch.Tensor:
+    prefix = numbers(prefix_of(host, device_first=True))
+    assert prefix is not None
+    return torch.from_numpy(prefix > 0)
+
+
 def _is_strict(strict: bool | None, host: AtomPass, is_dummy: bool) -> bool:
     return not (is_dummy or host.graph_flag) if strict is None else strict and not is_dummy
-
-
-def first_table(host: AtomPass, profile: Profile, groups: AtomGroups, max_context: int | None) -> torch.Tensor:
-    """The first group's table as ATOM's fields have it: the store's where there is one (seed behaviours 4 and 6)."""
-    if not profile.physical_table:
-        return host.tables[0]
-    if host.store is not None:
-        return host.store
-    ratio = groups.block_size // groups.kernel_block_size
-    return to_physical(host.tables[0], ratio, first_granularity(host, profile, groups, max_context), None)
-
-
-def first_granularity(host: AtomPass, profile: Profile, groups: AtomGroups, max_context: int | None) -> Granularity:
-    for source in groups.sources:
-        if source.table == 0:
-            return granularity(source, host, profile, max_context)
-    return Granularity.PHYSICAL
 
 
 def compute_by_plan(
@@ -205,41 +196,49 @@ def compute_by_plan(
     buffers: PlanBuffers,
     budget: int,
 ) -> Computed:
-    """An eager pass from its plan. Slots of the first group are those of the first one that has any. Faults are
-    counted in the arena."""
-    tables = [_group_table(source, host, profile, _longest(host)) for source in groups.sources]
+    """An eager pass from its plan. Faults are counted in the arena."""
+    tables = [group_table(source, host, profile, _longest(host)) for source in groups.planned]
     pass_ = read_pass(inputs, num_tokens=num_tokens)
     chosen = {table.number: table.blocks for table in tables}
     own = [replace(table, blocks=chosen.get(number, table.blocks)) for number, table in enumerate(pass_.tables)]
     options = StepOptions(granularity={table.group.name: table.granularity for table in tables})
     pass_ = replace(pass_, tables=tuple(own))
-    step = step_of(pass_, groups.sources, buffers.scratch_for(host), INT32_MAX, options)
+    step = step_of(pass_, groups.planned, buffers.scratch_for(host), INT32_MAX, options)
     plan = build_plan(step, buffers.eager_arena(step), strict=False)
     sizes, values = plan.sizes, from_plan(plan, [table.number for table in tables], [table.blocks for table in tables])
-    read, write = _first_state_slots(values)
+    read, write = _first_states(values)
     own_start = query_start_of(host)
     return Computed(
         is_dummy=sizes.is_dummy,
         num_tokens=num_tokens,
         shared=of_plan(plan, host.is_prefill, torch.int64 if own_start.dtype == np.int64 else torch.int32),
         query_start_host=own_start,
-        seq_lens=context_lengths(host, profile, in_graph=host.graph_flag),
+        seq_lens=_planned_lengths(host, profile, plan),
         max_query=max(sizes.max_query, 1),
         max_context=budget if sizes.is_dummy else sizes.max_context,
         total_context=sizes.total_context,
+        has_prior=plan.shared.has_prior if groups.state_groups and host.is_prefill else None,
         block_table=first_table(host, profile, groups, max(sizes.max_context, 1)),
         slot_mapping=_first_slots(values),
-        groups=values,
+        groups=values[: len(groups.sources)],
         state_read=read,
         state_write=write,
     )
 
 
+def _planned_lengths(host: AtomPass, profile: Profile, plan: Plan) -> torch.Tensor:
+    """`context_lengths`, out of the plan where it has them."""
+    if host.is_prefill and not (profile.prefill_context_is_plus_one and host.plus_one is not None):
+        return plan.shared.context_len
+    return context_lengths(host, profile, in_graph=host.graph_flag)
+
+
 def compute_captured(
     inputs: Any, host: AtomPass, profile: Profile, groups: AtomGroups, buffers: PlanBuffers, max_context: int
 ) -> Computed:
-    """A captured decode pass: everything is computed from what replay refreshes, in buffers that stay. Padding rows
-    have context 0 and slots -1. `max_context`: of any replay, in tokens; it bounds what lengths can be.
+    """A captured decode pass, and the warm-up before its capture, which makes the buffers: everything is computed from
+    what replay refreshes. Padding rows have context 0 and slots -1. `max_context`: of any replay, in tokens; it bounds
+    what lengths can be.
 
     Raises `StepError` for a prefill pass and without a bound.
     """
@@ -249,12 +248,12 @@ def compute_captured(
         raise StepError("cg_max_seq_len", max_context, "the longest context of a replay, in tokens")
     rows = host.num_rows
     pass_ = read_pass(inputs, is_graph=True, num_tokens=rows)
-    said = {source.group.name: granularity(source, host, profile, None) for source in groups.sources}
-    step = step_of(pass_, groups.sources, buffers.scratch_for(host), max_context, StepOptions(granularity=said))
+    said = {source.group.name: granularity(source, host, profile, None) for source in groups.planned}
+    step = step_of(pass_, groups.planned, buffers.scratch_for_capture(host), max_context, StepOptions(granularity=said))
     plan = build_plan(step, buffers.captured_arena(step, max_context), strict=False)
-    table_numbers = [source.table for source in groups.sources]
+    table_numbers = [source.table for source in groups.planned]
     values = from_plan(plan, table_numbers, [host.tables[number] for number in table_numbers])
-    read, write = _first_state_slots(values)
+    read, write = _first_states(values)
     upto_rows = buffers.upto(rows + 1, step.device)
     return Computed(
         is_dummy=False,
@@ -265,9 +264,10 @@ def compute_captured(
         max_query=1,
         max_context=max_context,
         total_context=max_context * rows,
+        has_prior=None,
         block_table=_captured_table(host, profile, groups, buffers),
         slot_mapping=_first_slots(values),
-        groups=values,
+        groups=values[: len(groups.sources)],
         state_read=read,
         state_write=write,
     )
@@ -292,14 +292,5 @@ def _longest(host: AtomPass) -> int | None:
 
 
 def _first_slots(values: tuple[GroupValues, ...]) -> torch.Tensor:
-    for group in values:
-        if group.slot_mapping is not None:
-            return group.slot_mapping
-    raise StepError("layers", "none of attention", "an attention layer, for slot_mapping")
-
-
-def _first_state_slots(values: tuple[GroupValues, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    for group in values:
-        if group.state_write is not None:
-            return group.state_read, group.state_write
-    return None, None
+    """Slots in the first of the host's groups; among `AtomGroups.planned` there is one that has them."""
+    return next(group.slot_mapping for group in values if group.number == 0 and group.slot_mapping is not None)

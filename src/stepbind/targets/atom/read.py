@@ -46,65 +46,61 @@ class AtomPass(NamedTuple):
 
 def read(inputs: Any) -> AtomPass:
     """Raises `StepError` for what is missing or disagrees in its batch size."""
-    found = getattr(inputs, "attention_inputs", None)
-    if found is None or (isinstance(found, Mapping) and not found):
-        raise StepError("inputs.attention_inputs", "none", "attention inputs, or one for each cache group's tag")
-    return read_attention(found)
+    return read_attention(getattr(inputs, "attention_inputs", None))
 
 
 def read_attention(found: Any) -> AtomPass:
     """As `read`, from attention inputs, or one for each tag."""
-    each = tuple(found.values()) if isinstance(found, Mapping) else (found,)
+    tags: tuple[str, ...] = ()
+    each: tuple[Any, ...] = (found,)
+    if isinstance(found, Mapping):
+        tags, each = tuple(found), tuple(found.values())
+    if found is None or not each:
+        raise StepError("inputs.attention_inputs", "none", "attention inputs, or one for each cache group's tag")
     first = each[0]
-    by_group = getattr(first, "kv_cache_kernel_block_id_device_by_group", None)
-    if len(each) == 1 and by_group is not None and len(by_group):
-        tables = tuple(by_group)
-    else:
-        tables = tuple(getattr(one, "kv_cache_kernel_block_id_device", None) for one in each)
+    tables = getattr(first, "kv_cache_kernel_block_id_device_by_group", None) if len(each) == 1 else None
+    if tables is None or not len(tables):
+        tables = [getattr(one, "kv_cache_kernel_block_id_device", None) for one in each]
     input_len = _tensor(first, "input_lengths")
     if input_len is None:
         raise StepError("attention_inputs.input_lengths", "none", "one length for each row")
     rows = input_len.numel()
-    result = AtomPass(
-        attn_inputs=first,
-        is_prefill=bool(getattr(first, "is_prefill", False)),
-        graph_flag=bool(getattr(first, "is_cuda_graph", False)),
-        num_rows=rows,
-        input_len=input_len,
-        prefix_len=_tensor(first, "prefix_lengths"),
-        prefix_len_device=_tensor(first, "prefix_lengths_device"),
-        sequence_len=_tensor(first, "sequence_lengths"),
-        plus_one=_tensor(first, "sequence_lengths_plus_1_device"),
-        query_start=_tensor(first, "cu_seqlens"),
-        query_start_device=_tensor(first, "cu_seqlens_device"),
-        tables=tuple(_table(table, rows) for table in tables),
-        tags=tuple(found) if isinstance(found, Mapping) else (),
-        store=_store(first, rows),
-        layer_to_group=_tensor(first, "kv_cache_layer_to_group"),
+    is_prefill = bool(getattr(first, "is_prefill", False))
+    prefix, prefix_device = _tensor(first, "prefix_lengths"), _tensor(first, "prefix_lengths_device")
+    sequence, plus_one = _tensor(first, "sequence_lengths"), _tensor(first, "sequence_lengths_plus_1_device")
+    if is_prefill:
+        _check_rows(rows, ("prefix_lengths", prefix), ("prefix_lengths_device", prefix_device))
+    else:
+        _check_rows(rows, ("sequence_lengths", sequence), ("sequence_lengths_plus_1_device", plus_one))
+    store = _tensor(first, "kv_cache_block_id_device")
+    return AtomPass(
+        first,
+        is_prefill,
+        bool(getattr(first, "is_cuda_graph", False)),
+        rows,
+        input_len,
+        prefix,
+        prefix_device,
+        sequence,
+        plus_one,
+        _tensor(first, "cu_seqlens"),
+        _tensor(first, "cu_seqlens_device"),
+        tuple([_table(table, rows, "attention_inputs.kv_cache_kernel_block_id_device") for table in tables]),
+        tags,
+        None if store is None else _table(store, rows, "attention_inputs.kv_cache_block_id_device"),
+        _tensor(first, "kv_cache_layer_to_group"),
     )
-    _check(result)
-    return result
 
 
 def _tensor(inputs: Any, name: str) -> torch.Tensor | None:
     tensor = getattr(inputs, name, None)
-    return None if tensor is None or tensor.numel() == 0 else tensor
+    return tensor if tensor is not None and tensor.numel() else None
 
 
-def _table(table: torch.Tensor | None, rows: int) -> torch.Tensor:
-    name = "attention_inputs.kv_cache_kernel_block_id_device"
-    if table is None or table.numel() == 0:
-        raise StepError(name, "none" if table is None else f"shape {tuple(table.shape)}", "a block table")
-    return _rows(table, rows, name)
-
-
-def _store(inputs: Any, rows: int) -> torch.Tensor | None:
-    table = _tensor(inputs, "kv_cache_block_id_device")
-    return None if table is None else _rows(table, rows, "attention_inputs.kv_cache_block_id_device")
-
-
-def _rows(table: torch.Tensor, rows: int, name: str) -> torch.Tensor:
+def _table(table: torch.Tensor | None, rows: int, name: str) -> torch.Tensor:
     """[B, C] int32; one dimension is a single row."""
+    if table is None or not table.numel():
+        raise StepError(name, "none" if table is None else f"shape {tuple(table.shape)}", "a block table")
     if table.dim() == 1:
         table = table[None]
     if table.dim() != 2 or table.shape[0] != rows:
@@ -112,28 +108,25 @@ def _rows(table: torch.Tensor, rows: int, name: str) -> torch.Tensor:
     return table if table.dtype == torch.int32 and table.is_contiguous() else table.to(torch.int32).contiguous()
 
 
-def _check(host: AtomPass) -> None:
-    rows = host.num_rows
-    if host.is_prefill:
-        if host.prefix_len is None and host.prefix_len_device is None:
-            raise StepError("attention_inputs.prefix_lengths", "none", "one length for each row")
-        given = (("prefix_lengths", host.prefix_len), ("prefix_lengths_device", host.prefix_len_device))
-    else:
-        if host.plus_one is None and host.sequence_len is None:
-            raise StepError(
-                "attention_inputs.sequence_lengths", "none", "one for each row (or sequence_lengths_plus_1_device)"
-            )
-        given = (("sequence_lengths", host.sequence_len), ("sequence_lengths_plus_1_device", host.plus_one))
+def _check_rows(rows: int, *given: tuple[str, torch.Tensor | None]) -> None:
+    """Raises `StepError` where neither is there, or one is of other rows."""
+    is_missing = True
     for name, lengths in given:
-        if lengths is not None and lengths.numel() != rows:
-            raise StepError(f"attention_inputs.{name}", f"{lengths.numel()} rows", f"{rows} rows as in input_lengths")
+        if lengths is not None:
+            is_missing = False
+            if lengths.numel() != rows:
+                raise StepError(
+                    f"attention_inputs.{name}", f"{lengths.numel()} rows", f"{rows} rows as in input_lengths"
+                )
+    if is_missing:
+        raise StepError(f"attention_inputs.{given[0][0]}", "none", f"one for each row (or {given[1][0]})")
 
 
 def numbers(tensor: torch.Tensor | None) -> Numbers | None:
     """Values of a tensor that is on the host; None for others."""
-    if tensor is None or tensor.device.type != "cpu":
+    if tensor is None or not tensor.is_cpu:
         return None
-    array = tensor.numpy()
+    array: Numbers = tensor.numpy()
     return array if array.dtype == np.int32 else Lengths.of(tensor).host
 
 

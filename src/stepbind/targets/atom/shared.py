@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +49,16 @@ def on_host(rows: Rows, is_prefill: bool, with_tokens: bool) -> SharedValues:
 def of_plan(plan: Plan, is_prefill: bool, dtype: torch.dtype) -> SharedValues:
     """`dtype`: of the offsets."""
     shared = plan.shared
-    spans = (shared.span_start, shared.span_end) if is_prefill else (None, None)
-    return SharedValues(shared.query_start.to(dtype), shared.row_of_token, *spans)
+    if not is_prefill:
+        rows, device = plan.sizes.padded_rows, shared.query_start.device
+        return SharedValues(_one_each(rows, dtype, device), shared.row_of_token, None, None)
+    return SharedValues(shared.query_start.to(dtype), shared.row_of_token, shared.span_start, shared.span_end)
+
+
+@lru_cache(maxsize=1024)
+def _one_each(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Offsets of rows of one token; nobody writes to them."""
+    return torch.arange(rows + 1, dtype=dtype, device=device)
 
 
 def conv_programs(query_start: Offsets, device: torch.device) -> tuple[dict[int, Any], torch.Tensor, torch.Tensor]:
@@ -57,18 +66,19 @@ def conv_programs(query_start: Offsets, device: torch.device) -> tuple[dict[int,
     by chunk size, and the two lists [max(1024, programs) * 2] int32 on the device, -1 behind the last program."""
     counts = (query_start[1:] - query_start[:-1] + (CONV_CHUNK - 1)) // CONV_CHUNK  # of the offsets' dtype
     end = counts.cumsum()
-    total = int(end[-1])
+    total = end.item(-1)
     row = np.arange(counts.size).repeat(counts)
-    chunk = np.arange(total, dtype=np.int32)
-    chunk -= (end - counts).astype(np.int32).repeat(counts)
     lists = np.empty((2, 2 * max(1024, total)), dtype=np.int32)
     lists[:, total:] = -1
     lists[0, :total] = row
-    lists[1, :total] = chunk
-    both = torch.from_numpy(lists)
-    if device.type != "cpu":
-        both = both.pin_memory().to(device, non_blocking=True)
-    batch, offset = both.unbind(0)
+    chunk = lists[1, :total]
+    chunk[:] = upto(total).numpy()
+    if counts.size > 1:
+        chunk -= (end - counts).astype(np.int32).repeat(counts)
+    if device.type == "cpu":
+        batch, offset = torch.from_numpy(lists[0]), torch.from_numpy(lists[1])
+    else:
+        batch, offset = torch.from_numpy(lists).pin_memory().to(device, non_blocking=True).unbind(0)
     programs = {
         "nums": torch.from_numpy(counts),
         "tot": total,

@@ -1,6 +1,6 @@
 """What the layers of each group read: slots of tokens, and slots that states are read from and written to.
 
-`values_of` computes them on the CPU, for any pass, good or bad; `decode.py` does for most passes in fewer operations.
+`values_of` computes them on the CPU, for any pass, good or bad; `usual.py` does for most passes in fewer operations.
 The values are those of the plan (`from_plan`), which is what a GPU uses; tests hold one to the other.
 """
 
@@ -21,6 +21,15 @@ from stepbind.targets.atom.read import Offsets
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
+
+
+def highest(array: npt.NDArray[np.integer]) -> int:
+    """The largest element: several times as fast as `max` where there are few."""
+    return array.item(array.argmax())
+
+
+def lowest(array: npt.NDArray[np.integer]) -> int:
+    return array.item(array.argmin())
 
 
 class GroupValues(NamedTuple):

@@ -1,0 +1,96 @@
+"""What is kept on a runtime between passes: the cache views, the groups, and where sparse MLA layers take their caches.
+
+Each is looked at again in every pass, and made again where what it was made of has changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stepbind.targets.atom.api import AtomApi
+from stepbind.targets.atom.groups import AtomGroups, atom_groups
+from stepbind.targets.atom.memory import AttachPoint, CacheViews, LayerMaps, attach_points
+from stepbind.targets.atom.passes import PlanBuffers
+from stepbind.targets.atom.read import AtomPass
+
+
+@dataclass(eq=False)
+class Kept:
+    """Beside what ATOM's own bridge keeps on a runtime. buffers: for `groups.sources`."""
+
+    views: CacheViews | None = None
+    groups: AtomGroups | None = None
+    groups_key: object = None
+    buffers: PlanBuffers = field(default_factory=PlanBuffers)
+    points: list[AttachPoint] | None = None
+    points_key: object = None
+    layer_numbers: _LayerNumbers | None = None
+
+
+def kept_on(runtime: Any) -> Kept:
+    kept: Kept | None = getattr(runtime, "_stepbind_kept", None)
+    if kept is None:
+        kept = runtime._stepbind_kept = Kept()
+    return kept
+
+
+def update_views(kept: Kept, runtime: Any, maps: LayerMaps, api: AtomApi) -> dict[str, Any]:
+    """Cache views, on the runtime under the reference's names (seed behaviour 18)."""
+    views = kept.views
+    if (
+        views is None
+        or getattr(runtime, "_rtp_kv_cache_data", None) is not views.tensors
+        or not views.are_of(runtime.kv_cache, maps)
+    ):
+        views = kept.views = CacheViews(runtime.kv_cache, maps, api)
+        runtime._rtp_kv_cache_data, runtime._rtp_kv_cache_signature = views.tensors, views.signature
+        kept.groups_key = kept.points_key = None
+    return views.tensors
+
+
+def update_groups(kept: Kept, runtime: Any, maps: LayerMaps, host: AtomPass) -> AtomGroups:
+    """Groups, kept while the host's map, sizes and buffers are the same (seed behaviour 19: by content)."""
+    numbers = _numbers_of_layers(kept, runtime, host.layer_to_group)
+    kv_cache = runtime.kv_cache
+    sizes = (getattr(kv_cache, "seq_size_per_block", None), getattr(kv_cache, "kernel_seq_size_per_block", None))
+    key = (numbers, sizes, host.tags, len(host.tables))
+    if kept.groups is None or key != kept.groups_key:
+        groups = atom_groups(kv_cache, maps, host, numbers)
+        if kept.groups is None or kept.groups.sources != groups.sources:
+            kept.buffers = PlanBuffers()
+        kept.groups, kept.groups_key = groups, key
+        runtime._rtp_layer_group_map = groups.layer_to_group
+    return kept.groups
+
+
+def update_points(kept: Kept, latent: dict[int, Any], block_size: int, api: AtomApi) -> list[AttachPoint]:
+    """Where the caches of these layers go, while those and their views are the same."""
+    assert kept.views is not None
+    key = (latent, block_size, api.fp8)
+    if kept.points is None or key != kept.points_key:
+        kept.points, kept.points_key = attach_points(latent, kept.views.tensors, block_size, api.fp8), key
+    return kept.points
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerNumbers:
+    """A tensor of group numbers as numbers. key: its content where it is on the host; one on a device is read once, and
+    known by its place."""
+
+    key: tuple[object, ...]
+    tensor: torch.Tensor  # held, so that its address is nobody else's
+    numbers: tuple[int, ...]
+
+
+def _numbers_of_layers(kept: Kept, runtime: Any, tensor: torch.Tensor | None) -> tuple[int, ...]:
+    if tensor is None:
+        return ()
+    place = tensor.numpy().tobytes() if tensor.is_cpu else (tensor.data_ptr(), tensor.shape)
+    key, last = (place, tensor.dtype), kept.layer_numbers
+    if last is None or key != last.key:
+        last = kept.layer_numbers = _LayerNumbers(key, tensor, tuple(tensor.tolist()))
+        runtime._rtp_layer_group_map_signature = last.numbers
+    return last.numbers
