@@ -18,13 +18,12 @@ class BlockManager:
     one that it writes, and every `keep_state_every`-th one (0: none), as a host does that wants to reuse prefixes.
 
     With `reuse_prefixes`, full blocks are remembered and a sequence begins behind those that its prompt begins with.
-    Raises `StepError` for that where a state group keeps no state to resume from.
+    Raises `StepError` for that where a state group keeps no state to resume from, or block sizes differ.
     """
 
     def __init__(self, groups: tuple[CacheGroup, ...], keep_state_every: int, *, reuse_prefixes: bool = False) -> None:
-        if reuse_prefixes and not keep_state_every and any(group.kind is GroupKind.STATE for group in groups):
-            expected = "at least 1 with reuse_prefixes: layers with a recurrent state resume from kept ones alone"
-            raise StepError("keep_state_every", keep_state_every, expected)
+        if reuse_prefixes:
+            _check_reuse(groups, keep_state_every)
         self.pools = tuple(BlockPool(group) for group in groups)
         self.prefixes = Prefixes(self.pools)
         self.keep_state_every = keep_state_every
@@ -98,8 +97,8 @@ class BlockManager:
             sequence.reserved[index] += 1
 
     def remember(self, sequence: Sequence) -> None:
-        """Make the full blocks that a sequence has computed findable for others. Its last pass may still run: whoever
-        finds them reads them in a later one."""
+        """Let others find the full blocks that a sequence has computed. Its last pass may still run: what they read,
+        they read in a later one."""
         if not self.reuse_prefixes or not sequence.remembered:
             return
         size = self.prefixes.block_size
@@ -123,7 +122,8 @@ class BlockManager:
             sequence.remembered = False
 
     def release(self, sequence: Sequence) -> None:
-        """Take everything back that a sequence owns or was promised; what is remembered of it stays so."""
+        """Take everything back that a sequence owns or was promised, but for what is remembered of it."""
+        self.remember(sequence)
         for index, pool in enumerate(self.pools):
             for column, block in enumerate(sequence.tables[index]):
                 remembered = column < len(sequence.prefix) and sequence.prefix[column].blocks[index] == block
@@ -140,3 +140,13 @@ class BlockManager:
 
     def _is_kept(self, column: int) -> bool:
         return self.keep_state_every > 0 and (column + 1) % self.keep_state_every == 0
+
+
+def _check_reuse(groups: tuple[CacheGroup, ...], keep_state_every: int) -> None:
+    if not keep_state_every and any(group.kind is GroupKind.STATE for group in groups):
+        # No default: a kept state can take more memory than all its block's keys and values.
+        expected = "at least 1 with reuse_prefixes: layers with a recurrent state resume from kept ones alone"
+        raise StepError("keep_state_every", keep_state_every, expected)
+    sizes = sorted({group.block_size for group in groups})
+    if len(sizes) > 1:
+        raise StepError("block_size", sizes, "one for all groups with reuse_prefixes")
