@@ -104,6 +104,7 @@ class Notebook:
             assert pool.unused == len(unused)
             assert pool._promised == sum(sequence.reserved[index] for sequence in running)
             assert pool.available >= 0
+            assert all(sequence.reserved[index] >= 0 for sequence in running)
 
     @property
     def all_free(self) -> bool:
@@ -199,6 +200,13 @@ def test_a_state_group_resumes_where_a_state_was_kept() -> None:
     assert serve(served, [0] * 24 + [1]).reused == 24
     assert serve(served, [0] * 24).reused == 12  # one token is always left to compute
     assert serve(served, [0] * 11).reused == 0
+
+
+def test_a_resumed_sequence_is_promised_what_it_can_come_to_own_and_no_more() -> None:
+    blocks = BlockManager((STATE, ATTENTION), 3, reuse_prefixes=True)
+    assert blocks.blocks_needed(12 * BLOCK) == [4 + 2, 12]
+    assert blocks.blocks_needed(12 * BLOCK, resumed=6) == [2 + 2, 6]
+    assert blocks.blocks_needed(8 * BLOCK, resumed=6) == [2, 2]
 
 
 def test_requests_of_one_batch_share_what_the_first_of_them_computes() -> None:

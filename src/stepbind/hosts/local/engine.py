@@ -279,7 +279,7 @@ class LocalEngine:
             if each is None:  # ended or aborted while the pass ran
                 continue
             if each.sequence.params.return_logits:
-                each.sequence.logits.append(logits[row].cpu())
+                each.sequence.logits.append(logits[row].to("cpu", copy=True))  # a graph writes into its own again
             deltas.append(self._advance(each, best[row] if each.sampler.greedy else each.sampler.draw(logits[row])))
         return deltas
 
