@@ -30,7 +30,8 @@ class Guard:
 
 FILL, LAUNCH, KERNELS = "plan/fill_torch.py", "plan/fill_triton.py", "plan/fill_kernels.py"
 CONV, DELTA, LATENT = "ops/causal_conv.py", "ops/gated_delta.py", "ops/latent_attention.py"
-GRAPHS = "hosts/local/graphs.py"
+GRAPHS, WRITE = "hosts/local/graphs.py", "ops/triton_cache_write.py"
+IN_POOL = "(block < num_blocks):\n"
 RTP_READER, RTP_STEPS, RTP_BINDING = (f"hosts/rtp_llm/{name}.py" for name in ("reader", "steps", "binding"))
 POSITIONS = "shared.prior_len[token.row] + token.offset if"
 LOOP = "[n + i for n, q in zip(step.prior_len.host, step.query_len.host) for i in range(q)]"
@@ -57,7 +58,8 @@ GUARDS = [
     Guard("09", DELTA, "recurrent[slot[row].long()] = state[row]", "recurrent[slot.long()] = state"),
     Guard("09", CONV, "nonzero(plan.state_read >= 0)", "nonzero(plan.state_read >= -1)"),
     Guard("09", DELTA, "state[row] = recurrent[slot[row].long()].float()", "state[:] = recurrent[slot.long()].float()"),
-    Guard("09", "ops/triton_cache_write.py", "(target >= 0) & (block", "(target >= -1) & (block"),
+    Guard("09", WRITE, f"(target >= 0) & {IN_POOL}        head", f"(target >= -1) & {IN_POOL}        head"),
+    Guard("09", WRITE, f"(target >= 0) & {IN_POOL}        at", f"(target >= -1) & {IN_POOL}        at"),
     Guard("09", "ops/triton_causal_conv.py", "(write >= 0) & (write < num_slots) & (W", "(write < num_slots) & (W"),
     Guard("09", "ops/triton_gated_delta.py", "if (write >= 0) & (write < num_slots)", "if (write < num_slots)"),
     Guard("10_11", FILL, "    group_plan.state_write[rows:] = -1\n", ""),

@@ -25,8 +25,7 @@ def test_no_block_has_two_owners(seed: int, keep_state_every: int) -> None:
     for number in range(60):
         prompt_len, max_tokens = rng.randint(1, 20), rng.randint(1, 20)
         fresh = Sequence(number, prompt_len, [0] * prompt_len, SamplingParams(max_tokens=max_tokens))
-        if blocks.fits(fresh.max_len):
-            blocks.admit(fresh)
+        if blocks.admit(fresh):
             live.append(fresh)
         for sequence in list(live):
             query_len = min(rng.randint(1, 9), sequence.max_len - sequence.computed)

@@ -66,6 +66,7 @@ class LocalEngine:
             kernel_block_size=options.kernel_block_size or options.block_size,
             num_blocks=_pool_sizes(options),
         )
+        blocks = BlockManager(self.groups, options.keep_state_every, reuse_prefixes=options.reuse_prefixes)
         self.buffers = allocate_buffers(layers, self.groups, self.device)
         self.index_buffers = allocate_index_buffers(layers, self.groups, self.device)
         self._specs = {layer.index: layer.spec for layer in layers}
@@ -79,7 +80,7 @@ class LocalEngine:
             device=self.device,
         )
         self._scheduler = Scheduler(
-            BlockManager(self.groups, options.keep_state_every),
+            blocks,
             max_rows=options.max_rows,
             token_budget=options.token_budget,
             max_context=self.max_context,
@@ -218,14 +219,29 @@ class LocalEngine:
     def step(self) -> list[tuple[Delta, Completion | None]]:
         """Run one pass; a delta for each request that got a token, with its completion if that was the last one. With
         graphs, the tokens of a decode pass come with the call after the one that launched it."""
+        try:
+            return self._step()
+        except Exception:
+            self.forget_prefixes()  # who knows what a failed pass has written
+            raise
+
+    def forget_prefixes(self) -> None:
+        """Reuse nothing that was computed so far, also by requests that still run: what to do when the model's weights
+        have changed. Blocks that no live request uses are free at once."""
+        self._scheduler.forget_prefixes()
+
+    def _step(self) -> list[tuple[Delta, Completion | None]]:
         if self._flight is not None:
             return self._land(self._flight)
+        generation = self._caches.generation
+        self._caches.update(self.groups, self._specs, self.buffers, self.index_buffers)
+        if self._caches.generation != generation:
+            self.forget_prefixes()  # they were in buffers that have been replaced
         batch = self._scheduler.schedule()
         if batch is None:
             return []
-        self._caches.update(self.groups, self._specs, self.buffers, self.index_buffers)
         if self._poison is not None:
-            self._poison.before(self._scheduler.running)
+            self._poison.before(self._scheduler.running, self._scheduler.blocks.prefixes)
         if self._decoder is not None and batch.phase is Phase.DECODE:
             self._flight = self._decoder.launch(batch)
             logits = None
@@ -307,6 +323,8 @@ class LocalEngine:
             text=live.text.text,
             finish_reason=reason,
             logits=torch.stack(sequence.logits) if sequence.logits else None,
+            reused=sequence.reused,
+            chunks=tuple(sequence.chunks),
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:

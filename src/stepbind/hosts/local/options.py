@@ -16,7 +16,10 @@ class EngineOptions:
     block_size, kernel_block_size: tokens a block; the kernel block size defaults to the block size and must divide
     it. token_budget: prompt tokens that one prefill pass may take. max_rows: requests in flight. cache_tokens: tokens
     that the attention pools hold together. keep_state_every: keep each k-th block's recurrent state, as hosts do that
-    reuse prefixes (0: none). poison: fill what nobody owns with NaN and check it after every pass.
+    reuse prefixes (0: none). reuse_prefixes: do not compute again what the cache still holds of a prompt's beginning,
+    up to a block's end (with recurrent layers: one whose state was kept). Off by default: with it, the passes that a
+    request is cut into, and so the rounding of its logits, depend on what ran before. poison: fill what nobody owns
+    with NaN, and check after every pass that it is untouched, and remembered prefixes too.
     graphs: replay decode passes captured at `graph_rows` padded rows. None is yes on a GPU; yes on the CPU runs the
     captured pass again, for tests. compile_layers: let torch.compile fuse what stands between the ops in them.
     state_dtype: of recurrent states in the cache; arithmetic on them is float32 in any case.
@@ -28,6 +31,7 @@ class EngineOptions:
     max_rows: int = 16
     cache_tokens: int = 32768
     keep_state_every: int = 0
+    reuse_prefixes: bool = False
     poison: bool = False
     graphs: bool | None = None
     graph_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from stepbind.errors import RequestError
+from stepbind.hosts.local.prefix import Node
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -49,7 +50,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """A finished request. `logits` [tokens, vocabulary] float32 where asked for."""
+    """A finished request. `logits` [tokens, vocabulary] float32 where asked for.
+
+    reused: prompt tokens that were found in the cache, a multiple of the block size. chunks: prompt tokens that each
+    prefill pass computed, behind those.
+    """
 
     prompt: list[int]
     tokens: list[int]
@@ -57,6 +62,8 @@ class Completion:
     finish_reason: FinishReason
     error: str | None = None
     logits: torch.Tensor | None = None
+    reused: int = 0
+    chunks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +88,10 @@ class Sequence:
     tables: list[list[int]] = field(default_factory=list)  # per group: a block id or -1 for each column
     reserved: list[int] = field(default_factory=list)  # per group: blocks it may still take
     logits: list[torch.Tensor] = field(default_factory=list)
+    prefix: list[Node] = field(default_factory=list)  # remembered nodes of its first columns, shared ones first
+    remembered: bool = True  # whether more of it may be remembered
+    reused: int = 0  # prompt tokens that it did not have to compute
+    chunks: list[int] = field(default_factory=list)  # prompt tokens of each of its prefill passes
 
     @property
     def prefilling(self) -> bool:

@@ -82,17 +82,11 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next pass with its blocks taken, or None when there is nothing to do."""
-        while self.waiting and len(self.running) < self.max_rows and self.blocks.fits(self.waiting[0].max_len):
-            sequence = self.waiting.popleft()
-            self.blocks.admit(sequence)
-            self.running.append(sequence)
-        prefill = [sequence for sequence in self.running if sequence.prefilling]
         decode = [sequence for sequence in self.running if not sequence.prefilling]
-        if prefill and (not decode or self._last_phase is Phase.DECODE):
-            batch = self._prefill(prefill)
-        elif decode:
+        batch = self._prefill() if not decode or self._last_phase is Phase.DECODE else None
+        if batch is None and decode:
             batch = Batch(Phase.DECODE, tuple(decode), (1,) * len(decode))
-        else:
+        if batch is None:
             return None
         self._last_phase = batch.phase
         for sequence, count in zip(batch.sequences, batch.query_len, strict=True):
@@ -102,7 +96,7 @@ class Scheduler:
     def go_on(self, sequences: List[Sequence]) -> Batch | None:
         """One more token of the same rows, before the token that they get now is known: the next pass is the same
         decode again, unless somebody could join it, or one of the rows ends by its length. None where it may not be."""
-        could_join = self.waiting and len(self.running) < self.max_rows and self.blocks.fits(self.waiting[0].max_len)
+        could_join = self.waiting and len(self.running) < self.max_rows and self.blocks.fits(self.waiting[0])
         if could_join or len(sequences) != len(self.running) or sequences != self.running:
             return None
         if any(sequence.prefilling or sequence.computed >= sequence.max_len for sequence in sequences):
@@ -112,23 +106,37 @@ class Scheduler:
             self.blocks.extend(sequence, 1)
         return batch
 
-    def _prefill(self, prefill: List[Sequence]) -> Batch:
-        """As many prompt tokens as the budget allows, oldest request first."""
+    def _prefill(self) -> Batch | None:
+        """As many prompt tokens as the budget allows, oldest request first. A waiting one is admitted when its turn
+        has come, and not before: by then, prefixes that it shares with the others may be computed."""
         rows: list[tuple[Sequence, int]] = []
         left = self.token_budget
-        for sequence in prefill:
+        prefilling = deque(sequence for sequence in self.running if sequence.prefilling)
+        while left and (prefilling or self._admit_next()):
+            sequence = prefilling.popleft() if prefilling else self.running[-1]
             count = min(sequence.prompt_len - sequence.computed, left)
-            if count == 0:
-                break
             rows.append((sequence, count))
             left -= count
-        return Batch(Phase.PREFILL, tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+        return Batch(Phase.PREFILL, tuple(row[0] for row in rows), tuple(row[1] for row in rows)) if rows else None
+
+    def _admit_next(self) -> bool:
+        if not self.waiting or len(self.running) >= self.max_rows or not self.blocks.admit(self.waiting[0]):
+            return False
+        self.running.append(self.waiting.popleft())
+        return True
 
     def done(self, batch: Batch) -> None:
-        """The pass ran: its tokens are in the cache."""
+        """The pass ran, or will before any later one: its tokens are in the cache."""
         for sequence, count in zip(batch.sequences, batch.query_len, strict=True):
             self.blocks.drop_read_states(sequence, count)
             sequence.computed += count
+            self.blocks.remember(sequence)
+            if batch.phase is Phase.PREFILL:
+                sequence.chunks.append(count)
+
+    def forget_prefixes(self) -> None:
+        """No request finds again what was computed so far."""
+        self.blocks.forget(self.running)
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence ended or was aborted; its blocks are free for others."""
