@@ -57,6 +57,10 @@ def test_the_gpus_ops_write_nothing_before_the_first_slot() -> None:
     assert not before.any()
     assert buffer.count_nonzero() == 2 * 2 * 16
 
+    latents = torch.zeros(5, 4, 6)
+    triton_cache_write.write_tokens(latents[2:], torch.ones(3, 4), torch.ones(3, 2), torch.tensor([9, -1, -1]))
+    assert torch.nonzero(latents.flatten(0, 1).any(dim=1)).tolist() == [[2 * 4 + 9]]
+
     conv = torch.zeros(8, 3, 32)
     triton_causal_conv.causal_conv(torch.ones(3, 32), torch.ones(32, 4), None, conv[2:], plan, shared, False)
     assert torch.nonzero(conv.flatten(1).any(dim=1)).flatten().tolist() == [4, 5]
