@@ -39,9 +39,8 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def story(seed: int, number: int, characters: int) -> list[Piece]:
-    """Story `number` of a seed. Every story has its own share of questions."""
-    draw = random.Random(f"{seed}-{number}")
-    return story_pieces(draw, questions=draw.uniform(0.3, 1.0), characters=characters)
+    """Story `number` of a seed."""
+    return story_pieces(random.Random(f"{seed}-{number}"), characters=characters)
 
 
 class Stories(Dataset[Batch]):

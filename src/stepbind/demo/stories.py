@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from stepbind.demo.words import (
     ANIMALS,
     ARRIVES,
-    COLOURS,
     DOES,
     FALLS,
     MEN,
@@ -71,6 +70,7 @@ class Story:
     """A story in the making: what was told so far is true until it is told otherwise."""
 
     draw: random.Random
+    cast: int = len(WOMEN) + len(MEN)  # people at the most
     people: list[str] = field(default_factory=list)
     towns: dict[str, str] = field(default_factory=dict)
     trades: dict[str, str] = field(default_factory=dict)
@@ -80,22 +80,16 @@ class Story:
 
     def scene(self) -> list[Piece]:
         """Some sentences: somebody new, a change, or nothing that matters."""
-        unmet = [name for name in WOMEN + MEN if name not in self.people]
         choice = self.draw.random()
-        if unmet and (choice < 0.5 or not self.people):
-            return self._meet(self.draw.choice(unmet))
-        if choice < 0.65 and self.people:
+        if len(self.people) < self.cast and (choice < 0.5 or not self.people):
+            return self._meet(self.draw.choice([name for name in WOMEN + MEN if name not in self.people]))
+        if choice < 0.6:
             return self._change(self.draw.choice(self.people))
         return [Piece(self.idle()) for _ in range(self.draw.randint(1, 3))]
 
     def idle(self) -> str:
         """A sentence about the weather."""
         return self._fill(f" The {self.draw.choice(WEATHER)} {self.draw.choice(FALLS)} the {{place}} {{time}}.")
-
-    def meet(self, kind: str) -> list[Piece]:
-        """A scene about somebody new that tells at least a fact of this kind ("together" takes two people)."""
-        unmet = [name for name in WOMEN + MEN if name not in self.people]
-        return self._meet(self.draw.choice(unmet), kind)
 
     def ask(self, kind: str | None = None, subject: str | None = None) -> Asked | None:
         """A question about what was told, of any kind or of this one; None where nothing of it was told."""
@@ -108,17 +102,14 @@ class Story:
         }
         return makers[kind or self.draw.choice(KINDS)](subject)
 
-    def _meet(self, name: str, kind: str | None = None) -> list[Piece]:
+    def _meet(self, name: str) -> list[Piece]:
         self.people.append(name)
         tell = [self._town, self._trade, self._code, self._thing, self._animals]
-        wanted = dict(zip(KINDS, tell, strict=True)).get(kind or "")
         chosen = self.draw.sample(tell, self.draw.randint(1, 4))
-        if wanted is not None and wanted not in chosen:
-            chosen[0] = wanted
         pieces = [Piece(_sentence(self._fill(self.draw.choice(ARRIVES), name=name)))]
         pronoun = "She" if name in WOMEN else "He"
         for telling in chosen:
-            if self.draw.random() < 0.4:
+            if self.draw.random() < 0.3:
                 pieces.append(Piece(f" {pronoun} {self._fill(self.draw.choice(DOES))}."))
             pieces.append(telling(name, pronoun))
         return pieces
@@ -143,9 +134,11 @@ class Story:
         return Piece(f" {pronoun} owns {self.counts[name]} {self.draw.choice(ANIMALS)}.", (("count", name),))
 
     def _thing(self, name: str, pronoun: str) -> Piece:
+        if len(self.keepers) == len(THINGS):
+            return Piece(self.idle())
         thing = ""
         while not thing or thing in self.keepers:
-            thing = f"{self.draw.choice(COLOURS)} {self.draw.choice(THINGS)}"
+            thing = self.draw.choice(THINGS)
         self.keepers[thing] = name
         return Piece(f" {pronoun} {self.draw.choice(('keeps', 'has found'))} the {thing}.", (("keeper", thing),))
 
@@ -207,7 +200,7 @@ class Story:
             f"How many animals do {first} and {second} own?",
             "Together they own",
             str(self.counts[first] + self.counts[second]),
-            ("count", first, second),
+            ("count", *sorted((first, second))),
         )
 
     def _fill(self, template: str, **given: str) -> str:
@@ -216,19 +209,37 @@ class Story:
         )
 
 
-def story_pieces(draw: random.Random, *, questions: float, characters: int) -> list[Piece]:
-    """A story of at least so many characters, with a question after about this share of its scenes."""
-    story, pieces, length = Story(draw), [Piece(OPENING)], 0
+def story_pieces(draw: random.Random, *, characters: int) -> list[Piece]:
+    """A story of at least so many characters with questions in it.
+
+    Nothing is asked twice, but for what was told anew: whoever learns from it could answer the second time from the
+    first answer. How often a story asks is its own; what is left is asked from two thirds of it on.
+    """
+    story = Story(draw, draw.randint(3, 30))
+    pieces, length, rate, asked = [Piece(OPENING)], 0, draw.uniform(0.0, 0.8), set[tuple[str, ...]]()
     while length < characters:
-        added = story.scene()
-        if draw.random() < questions:
-            for _ in range(draw.randint(1, 4)):
-                asked = story.ask()
-                if asked is not None:
-                    added += [Piece(asked.prompt), Piece(asked.answer, answer=True)]
+        added = [] if length > characters * 2 / 3 and draw.random() < 0.8 else story.scene()
+        asked -= {key for piece in added for key in piece.told}
+        while not added or draw.random() < rate:
+            question = _new_question(story, asked)
+            if question is None:
+                added += story.scene()
+                asked -= {key for piece in added for key in piece.told}
+                break
+            asked.add(question.key)
+            added += [Piece(question.prompt), Piece(question.answer, answer=True)]
         pieces += added
         length += sum(len(piece.text) for piece in added)
     return pieces
+
+
+def _new_question(story: Story, asked: set[tuple[str, ...]]) -> Asked | None:
+    """One about something that was not asked yet, as far as a few tries find it."""
+    for _ in range(6):
+        question = story.ask()
+        if question is not None and question.key not in asked:
+            return question
+    return None
 
 
 def _sentence(text: str) -> str:

@@ -20,10 +20,10 @@ TRADES = (
     "baker barber butcher carpenter cook dentist doctor driver farmer fisher gardener hunter lawyer mason miller "
     "nurse painter pilot potter printer sailor singer smith tailor teacher weaver"
 ).split()
-COLOURS = "black blue brown green grey orange purple red silver white yellow golden".split()
 THINGS = (
-    "basket bell book bottle bowl box candle chair clock coat compass cup drum flag flute hammer hat kettle key "
-    "knife ladder lamp map mirror ring rope scarf ship spoon vase violin wheel"
+    "apron basket bell book bottle bowl box brush bucket candle carpet chair clock coat compass cup drawer drum "
+    "flag flute fork glove hammer hat jacket kettle key knife ladder lamp map mirror needle pillow plate ring rope "
+    "saddle scarf ship spear spoon sword tent towel trumpet umbrella vase violin wallet wheel whistle"
 ).split()
 ANIMALS = "cats cows dogs ducks geese goats hens horses pigs sheep".split()
 PLACES = (
