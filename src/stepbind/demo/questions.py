@@ -17,11 +17,13 @@ AHEAD = 200
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and its only right answer. distance: tokens from the end of the telling to the end of the prompt."""
+    """A prompt and its only right answer. distance: tokens from the end of the telling to the end of the prompt, of
+    `wanted` at the most."""
 
     prompt: str
     asked: Asked
     distance: int
+    wanted: int
 
     def right(self, text: str) -> bool:
         """Whether an answer says what is so. Only the value counts, not the words around it."""
@@ -55,7 +57,7 @@ def _try(draw: random.Random, distance: int, count: Callable[[str], int]) -> Que
                 break
             ago = length + count(asked.prompt) - min(told[key] for key in _facts(asked))
             if 0.8 * distance <= ago <= max(distance, 24):
-                return Question("".join(piece.text for piece in pieces) + asked.prompt, asked, ago)
+                return Question("".join(piece.text for piece in pieces) + asked.prompt, asked, ago, distance)
     return None
 
 

@@ -52,7 +52,6 @@ def recall_of(questions: Sequence[Question], answers: Sequence[Completion]) -> R
     """How many of the questions these completions answer, at each of the DISTANCES they were drawn for."""
     right, asked = dict.fromkeys(DISTANCES, 0), dict.fromkeys(DISTANCES, 0)
     for question, completion in zip(questions, answers, strict=True):
-        wanted = next(distance for distance in DISTANCES if question.distance <= max(distance, 24))
-        asked[wanted] += 1
-        right[wanted] += question.right(completion.text)
+        asked[question.wanted] += 1
+        right[question.wanted] += question.right(completion.text)
     return Recall(right, asked)
