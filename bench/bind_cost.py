@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import triton
-from gpu_timing import Counts, counts, graph_us, host_us, machine, require_gpu
+from gpu_timing import Counts, counts, graph_us, host_us_in_turn, machine, require_gpu
 
 from stepbind.bind import bind
 from stepbind.caches import Caches
@@ -29,6 +29,13 @@ FILLS_IN_A_GRAPH = 100
 @triton.jit
 def empty(x):  # type: ignore[no-untyped-def]
     pass
+
+
+_nothing = torch.zeros(16, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def launch_empty() -> None:
+    empty[(1,)](_nothing)
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
+    """Host times in us; `floor` is an empty launch's at the same moment."""
+
+    floor: float
     step: float
     fill: float
     total: float
@@ -123,10 +133,12 @@ def measure(case: Case, models: dict[int, Any]) -> Row:
         build_plan(step, host.arena, strict=False)
 
     with adapted(model):
+        floor, step_us, fill_us, total = host_us_in_turn([launch_empty, host.step, fill, lambda: host.bind(model)])
         return Row(
-            step=host_us(host.step),
-            fill=host_us(fill),
-            total=host_us(lambda: host.bind(model)),
+            floor=floor,
+            step=step_us,
+            fill=fill_us,
+            total=total,
             counts=counts(lambda: host.bind(model)),
             graph=graph_us([fill], rounds=FILLS_IN_A_GRAPH) if case.device_lengths else None,
         )
@@ -135,15 +147,22 @@ def measure(case: Case, models: dict[int, Any]) -> Row:
 def main() -> None:
     require_gpu()
     print(machine())
-    x = torch.zeros(16, device="cuda")
-    floor = host_us(lambda: empty[(1,)](x))
-    empty_us = graph_us([lambda: empty[(1,)](x)], rounds=FILLS_IN_A_GRAPH)
-    print(f"floor: one empty Triton launch, host {floor:.1f} us; inside a graph {empty_us:.2f} us of GPU time")
     models: dict[int, Any] = {}
+    for case in (Case(), Case(rows=16, query=512, phase=Phase.PREFILL, device_lengths=False)):
+        measure(case, models)  # warms the process up: its first lines were a third slower than later ones
+    empty_us = graph_us([launch_empty], rounds=FILLS_IN_A_GRAPH)
+    print(f"floor: one empty Triton launch; inside a graph it takes {empty_us:.2f} us of GPU time")
     print(
-        "\nhost us: step / fill / whole bind (times the floor) | launches, copies (to host), waits, allocations"
+        "\nhost us: floor | step / fill / whole bind (times the floor) | launches, copies (to host), waits, allocations"
         " | GPU us"
     )
+    floors: list[float] = []
+
+    def line(name: str, case: Case) -> None:
+        row = measure(case, models)
+        floors.append(row.floor)
+        print_row(name, row)
+
     prefill = {"phase": Phase.PREFILL, "device_lengths": False}
     for case in (
         *[Case(rows=rows) for rows in (1, 32, 256)],
@@ -151,7 +170,7 @@ def main() -> None:
         Case(rows=1, query=8192, **prefill),  # type: ignore[arg-type]
         Case(rows=16, query=512, **prefill),  # type: ignore[arg-type]
     ):
-        print_row(case.name, measure(case, models), floor)
+        line(case.name, case)
     print("\ngrowth (256 rows, 4 groups, 48 layers, context 512 where not said otherwise)")
     for name, values in (
         ("rows", [Case(rows=rows) for rows in (1, 16, 64, 256, 1024)]),
@@ -160,18 +179,19 @@ def main() -> None:
         ("context", [Case(rows=16, context=context) for context in (1024, 8192, 131072, 1048576)]),
     ):
         for case in values:
-            print_row(f"{name} {getattr(case, name)}", measure(case, models), floor)
-    host = Host(Case())
-    print(f"\na step whose tables are looked at again (make_step): {host_us(host.step_with_new_tables):.1f} us")
+            line(f"{name} {getattr(case, name)}", case)
+    print(f"\nthe floor over all lines: {min(floors):.1f} to {max(floors):.1f} us")
+    (new_tables,) = host_us_in_turn([Host(Case()).step_with_new_tables])
+    print(f"a step whose tables are looked at again (make_step): {new_tables:.1f} us")
 
 
-def print_row(name: str, row: Row, floor: float) -> None:
+def print_row(name: str, row: Row) -> None:
     did = row.counts
     graph = "-" if row.graph is None else f"{row.graph:.2f} in a graph"
     print(
-        f"{name:34} {row.step:6.1f} / {row.fill:5.1f} / {row.total:5.1f} ({row.total / floor:4.2f}x) | "
-        f"{did.launches}, {did.copies} ({did.device_to_host}), {did.syncs}, {did.allocations} | "
-        f"{did.gpu_us:.1f}, {graph}",
+        f"{name:44} {row.floor:5.1f} | {row.step:6.1f} / {row.fill:5.1f} / {row.total:5.1f} "
+        f"({row.total / row.floor:4.2f}x) | {did.launches}, {did.copies} ({did.device_to_host}), {did.syncs}, "
+        f"{did.allocations} | {did.gpu_us:.1f}, {graph}",
         flush=True,
     )
 
