@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.plan import Arena, PagedPlan, StatePlan, build_plan, make_arena
+from stepbind.plan.staging import SLOTS_OF_A_PAGE
 from stepbind.step import BlockTable, Lengths, Phase, Step, make_step
 from tests.fill_checks import check_fill, on_device, poisoned_arena
 from tests.random_steps import bounded_step, steps
@@ -70,7 +71,8 @@ def test_a_replayed_launch_sees_what_the_host_changed_in_place() -> None:
     launcher = arena.launcher
     assert launcher is not None
     bucket = next(iter(launcher.buckets.values()))
-    bucket.launch(plan.descriptor, 3, *bucket.arguments)
+    query, prior = step.query_len.device, step.prior_len.device
+    bucket.launch(plan.descriptor, query.data_ptr(), prior.data_ptr(), 3, *bucket.arguments)
     paged, state = plan.groups
     assert isinstance(paged, PagedPlan)
     assert isinstance(state, StatePlan)
@@ -79,6 +81,19 @@ def test_a_replayed_launch_sees_what_the_host_changed_in_place() -> None:
     assert paged.slot.tolist() == [77 * 4, 11 * 4 + 1, -1]
     assert state.state_read.tolist() == [1, 11, -1]
     assert state.state_write.tolist() == [78, 11, -1]
+
+
+def test_lengths_that_the_host_alone_has_are_sent_anew_in_every_step() -> None:
+    blocks = torch.arange(1, 9, dtype=torch.int32).reshape(2, 4)
+    tables = {"attention": blocks, "state": blocks.clone()}
+    arena = make_arena((ATTENTION, STATE), max_rows=2, max_tokens=20, max_context=16)
+    for length in range(1, 2 * SLOTS_OF_A_PAGE + 2):
+        query, prior = [length % 9 + 1, length % 5 + 1], [length % 7, length % 11]
+        step = make_step((ATTENTION, STATE), Phase.PREFILL, query, prior, tables)
+        plan = build_plan(step, arena, triton=True)
+        assert plan.shared.query_len.tolist() == query
+        assert plan.shared.prior_len.tolist() == prior
+        assert plan.shared.query_start.tolist() == [0, query[0], sum(query)]
 
 
 def test_descriptors_of_moved_tables_do_not_disturb_each_other() -> None:

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from stepbind.errors import StepError
 from stepbind.groups import CacheGroup, GroupKind, check_groups
 from stepbind.plan.plan import CONV_CHUNK, GroupPlan, PagedPlan, Plan, Shared, Sizes, Snapshots, StatePlan
-from stepbind.step import Phase, Step
+from stepbind.step import FEW_ROWS, Phase, Step
 
 if TYPE_CHECKING:
     from stepbind.plan.fill_triton import Launcher
@@ -113,9 +112,10 @@ def plan_views(arena: Arena, step: Step) -> Plan:
     Raises `StepError` where the step is larger than the arena, is on another device, or has other groups.
     """
     check_fits(arena, step)
+    sizes = (step.padded_rows, step.padded_tokens, step.max_context)
     groups = tuple(
-        group_views(buffers, step.padded_rows, step.padded_tokens, step.max_context, num_snapshots(step, buffers.group))
-        for buffers in arena.groups
+        group_views(full, *sizes, num_snapshots(step, full.group.block_size) if isinstance(full, StatePlan) else 0)
+        for full in arena.groups
     )
     shared = shared_views(arena.shared, step.padded_rows, step.padded_tokens, num_conv_chunks(step))
     return Plan(Sizes.of(step), shared, groups, arena.group_of_layer)
@@ -154,19 +154,25 @@ def num_conv_chunks(step: Step) -> int:
     """Convolution programs of a step: ceil(query_len / CONV_CHUNK) a row outside of decode."""
     if step.phase is Phase.DECODE:
         return 0
-    return int((-(-step.query_len.host // CONV_CHUNK)).sum())
+    query = step.query_len.host
+    if step.num_rows <= FEW_ROWS:
+        return sum([-(-new // CONV_CHUNK) for new in query.tolist()])
+    return -int((-query // CONV_CHUNK).sum())
 
 
-def num_snapshots(step: Step, group: CacheGroup) -> int:
-    """Snapshots of a state group: block boundaries strictly inside each row's new tokens; in verify, all tokens of a
-    row but its last; none in decode and in other groups."""
-    if step.phase is Phase.DECODE or step.is_dummy or group.kind is not GroupKind.STATE:
+def num_snapshots(step: Step, block_size: int) -> int:
+    """Snapshots of a state group of `block_size` tokens a block: block boundaries strictly inside each row's new
+    tokens; in verify, all tokens of a row but its last; none in decode."""
+    if step.phase is Phase.DECODE or step.is_dummy:
         return 0
     if step.phase is Phase.VERIFY:
         return step.num_tokens - step.num_rows
-    first = step.prior_len.host.astype(np.int64)
-    last = first + step.query_len.host - 1
-    return int((last // group.block_size - first // group.block_size).sum())
+    query, prior = step.query_len.host, step.prior_len.host
+    if step.num_rows <= FEW_ROWS:
+        pairs = zip(query.tolist(), prior.tolist(), strict=True)
+        return sum([(old + new - 1) // block_size - old // block_size for new, old in pairs])
+    last = prior + (query - 1)  # both fit, as their sum does
+    return int((last // block_size - prior // block_size).sum())
 
 
 def check_fits(arena: Arena, step: Step) -> None:

@@ -16,22 +16,20 @@ from stepbind.plan.arena import NO_FAULT_ROW
 from stepbind.plan.plan import CONV_CHUNK
 
 # Fields of the descriptor: first the step's, then GROUP_FIELDS for each group. Pointers are addresses, strides count
-# elements.
-QUERY_LEN = tl.constexpr(0)
-PRIOR_LEN = tl.constexpr(1)
-ROTARY = tl.constexpr(2)  # the host's rotary positions, 0 = none given
-ROTARY_BYTES = tl.constexpr(3)  # of one position
-OUT_QUERY_START = tl.constexpr(4)
-OUT_QUERY_LEN = tl.constexpr(5)
-OUT_PRIOR_LEN = tl.constexpr(6)
-OUT_CONTEXT_LEN = tl.constexpr(7)
-OUT_HAS_PRIOR = tl.constexpr(8)
-OUT_ROW_OF_TOKEN = tl.constexpr(9)
-OUT_POSITION = tl.constexpr(10)
-OUT_SPAN_START = tl.constexpr(11)
-OUT_SPAN_END = tl.constexpr(12)
-OUT_CHUNK_ROW = tl.constexpr(13)
-OUT_CHUNK_INDEX = tl.constexpr(14)
+# elements. Where the lengths are is an argument: everything else waits for them, and a field is one load later.
+ROTARY = tl.constexpr(0)  # the host's rotary positions, 0 = none given
+ROTARY_BYTES = tl.constexpr(1)  # of one position
+OUT_QUERY_START = tl.constexpr(2)
+OUT_QUERY_LEN = tl.constexpr(3)
+OUT_PRIOR_LEN = tl.constexpr(4)
+OUT_CONTEXT_LEN = tl.constexpr(5)
+OUT_HAS_PRIOR = tl.constexpr(6)
+OUT_ROW_OF_TOKEN = tl.constexpr(7)
+OUT_POSITION = tl.constexpr(8)
+OUT_SPAN_START = tl.constexpr(9)
+OUT_SPAN_END = tl.constexpr(10)
+OUT_CHUNK_ROW = tl.constexpr(11)
+OUT_CHUNK_INDEX = tl.constexpr(12)
 STEP_FIELDS = tl.constexpr(16)  # 128 bytes, a cache line, as GROUP_FIELDS are
 
 IS_STATE = tl.constexpr(0)
@@ -74,76 +72,106 @@ def _i32(desc, field):
 
 
 @triton.jit
-def _int32_at(desc, field):
-    return tl.load(desc + field).to(tl.pointer_type(tl.int32))
+def _int32(address):
+    return address.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _lengths(desc, row, num_rows):
+def _int32_at(desc, field):
+    return _int32(tl.load(desc + field))
+
+
+@triton.jit
+def _lengths(query_len, prior_len, row, num_rows):
     """query_len and prior_len of rows; 0 past the last one."""
     live = row < num_rows
-    query = tl.load(_int32_at(desc, QUERY_LEN) + row, mask=live, other=0)
-    return query, tl.load(_int32_at(desc, PRIOR_LEN) + row, mask=live, other=0)
+    query = tl.load(_int32(query_len) + row, mask=live, other=0)
+    return query, tl.load(_int32(prior_len) + row, mask=live, other=0)
 
 
 @triton.jit
-def _physical_entry(group, row, column, wanted):
+def _divided(x, divisor, POWERS: tl.constexpr):
+    """x // divisor, for x >= 0. With POWERS, `divisor` is a power's exponent: a division takes as long as a load."""
+    return x >> divisor if POWERS else x // divisor
+
+
+@triton.jit
+def _times(x, factor, POWERS: tl.constexpr):
+    return x << factor if POWERS else x * factor
+
+
+@triton.jit
+def _blocks(context, size, POWERS: tl.constexpr):
+    """Blocks that so many tokens lie in."""
+    return tl.where(context > 0, _divided(context - 1, size, POWERS) + 1, 0)
+
+
+@triton.jit
+def _table_of(group, POWERS: tl.constexpr):
+    """What finding and judging an entry of a group's table takes, loaded together and ahead of its use."""
+    size, kernel_size, ids = _i32(group, BLOCK_SIZE), _i32(group, KERNEL_BLOCK_SIZE), _i32(group, IDS_PER_BLOCK)
+    table, columns = _int32_at(group, TABLE), tl.load(group + TABLE_COLUMNS)
+    row_stride, column_stride = tl.load(group + TABLE_ROW_STRIDE), tl.load(group + TABLE_COLUMN_STRIDE)
+    first_block, num_blocks = _i32(group, FIRST_BLOCK), _i32(group, NUM_BLOCKS)
+    # A table in kernel blocks has an entry for each; in one of physical blocks, `shared` of them share an entry.
+    shared = size - kernel_size - ids if POWERS else size // kernel_size // ids
+    return size, kernel_size, ids, shared, table, columns, row_stride, column_stride, first_block, num_blocks
+
+
+@triton.jit
+def _physical_entry(table_of, row, column, wanted, POWERS: tl.constexpr):
     """Physical block at (row, column in physical blocks) where `wanted`, else -1; and whether the id is beyond the
     pool. -1 too where the table has no such column, and for ids outside the pool."""
-    ids = _i32(group, IDS_PER_BLOCK)
-    inside = wanted & (column >= 0) & (column.to(tl.int64) * ids < tl.load(group + TABLE_COLUMNS))
-    at = row.to(tl.int64) * tl.load(group + TABLE_ROW_STRIDE)
-    at += column.to(tl.int64) * ids * tl.load(group + TABLE_COLUMN_STRIDE)
-    entry = tl.load(_int32_at(group, TABLE) + at, mask=inside, other=-1)
-    block = entry // ids
-    beyond = (entry < -1) | ((entry >= 0) & (block >= _i32(group, NUM_BLOCKS)))
-    good = (entry >= 0) & (block >= _i32(group, FIRST_BLOCK)) & (block < _i32(group, NUM_BLOCKS))
+    _, _, ids, _, table, columns, row_stride, column_stride, first_block, num_blocks = table_of
+    table_column = _times(column.to(tl.int64), ids, POWERS)
+    inside = wanted & (column >= 0) & (table_column < columns)
+    entry = tl.load(table + row.to(tl.int64) * row_stride + table_column * column_stride, mask=inside, other=-1)
+    block = _divided(entry, ids, POWERS)
+    beyond = (entry < -1) | ((entry >= 0) & (block >= num_blocks))
+    good = (entry >= 0) & (block >= first_block) & (block < num_blocks)
     return tl.where(good, block, -1), beyond
 
 
 @triton.jit
-def _kernel_entry(group, row, column, wanted):
+def _kernel_entry(table_of, row, column, wanted, POWERS: tl.constexpr):
     """Kernel block at (row, column in kernel blocks) where `wanted`, else -1."""
-    ratio = _i32(group, BLOCK_SIZE) // _i32(group, KERNEL_BLOCK_SIZE)
-    ids = _i32(group, IDS_PER_BLOCK)
-    # A table in kernel blocks has the entry itself; in one of physical blocks, `ratio` columns share an entry.
-    shared = ratio // ids
-    table_column = column // shared
-    inside = wanted & (table_column < tl.load(group + TABLE_COLUMNS))
-    at = row.to(tl.int64) * tl.load(group + TABLE_ROW_STRIDE)
-    at += table_column.to(tl.int64) * tl.load(group + TABLE_COLUMN_STRIDE)
-    entry = tl.load(_int32_at(group, TABLE) + at, mask=inside, other=-1)
-    block = entry // ids
-    good = (entry >= 0) & (block >= _i32(group, FIRST_BLOCK)) & (block < _i32(group, NUM_BLOCKS))
-    return tl.where(good, entry * shared + column % shared, -1)
+    _, _, ids, shared, table, columns, row_stride, column_stride, first_block, num_blocks = table_of
+    table_column = _divided(column, shared, POWERS)
+    inside = wanted & (table_column < columns)
+    at = row.to(tl.int64) * row_stride + table_column.to(tl.int64) * column_stride
+    entry = tl.load(table + at, mask=inside, other=-1)
+    block = _divided(entry, ids, POWERS)
+    good = (entry >= 0) & (block >= first_block) & (block < num_blocks)
+    inner = column - _times(table_column, shared, POWERS)
+    return tl.where(good, _times(entry, shared, POWERS) + inner, -1)
 
 
 @triton.jit
 def _report(group, faults, row):
-    """Count the faults of some rows, and note the lowest row that has one."""
-    count = tl.sum(faults, axis=0)
-    if count > 0:
-        lowest = tl.min(tl.where(faults > 0, row, _NO_ROW), axis=0)
-        out = _int32_at(group, FAULTS)
-        tl.atomic_add(out, count)
-        tl.atomic_min(out + 1, lowest)
+    """Count the faults of some rows, and note the lowest row that has one. Nothing is summed for rows without."""
+    out = _int32_at(group, FAULTS) + tl.zeros_like(row)
+    tl.atomic_add(out, faults, mask=faults > 0, sem="relaxed")
+    tl.atomic_min(out + 1, row, mask=faults > 0, sem="relaxed")
 
 
 @triton.jit
-def _find_rows(desc, index, num_rows, block_size, WHAT: tl.constexpr, ROWS: tl.constexpr):
+def _find_rows(
+    query_len, prior_len, index, num_rows, block_size, WHAT: tl.constexpr, ROWS: tl.constexpr, POWERS: tl.constexpr
+):
     """For items laid out row after row: the row of each `index`, the index of that row's first item, and how many
     items there are. An index past the last item gets a row past the last one."""
     row = tl.zeros_like(index)
     start = tl.zeros_like(index)
     total = 0
     for first in range(0, num_rows, ROWS):
-        query, prior = _lengths(desc, first + tl.arange(0, ROWS), num_rows)
+        query, prior = _lengths(query_len, prior_len, first + tl.arange(0, ROWS), num_rows)
         if WHAT == COUNT_TOKENS:
             count = query
         elif WHAT == COUNT_CONV_CHUNKS:
             count = (query + _CONV_CHUNK - 1) // _CONV_CHUNK
         elif WHAT == COUNT_BOUNDARIES:
-            count = tl.where(query > 0, (prior + query - 1) // block_size - prior // block_size, 0)
+            last = _divided(prior + query - 1, block_size, POWERS)
+            count = tl.where(query > 0, last - _divided(prior, block_size, POWERS), 0)
         else:
             count = tl.maximum(query - 1, 0)
         end = total + tl.cumsum(count, axis=0)
@@ -163,7 +191,7 @@ def _store_tokens(desc, token, row, start, position, real, stored):
         if tl.load(desc + ROTARY_BYTES) == 8:
             value = tl.load(rotary.to(tl.pointer_type(tl.int64)) + token, mask=real & stored, other=0)
         else:
-            value = tl.load(rotary.to(tl.pointer_type(tl.int32)) + token, mask=real & stored, other=0).to(tl.int64)
+            value = tl.load(_int32(rotary) + token, mask=real & stored, other=0).to(tl.int64)
     tl.store(_int32_at(desc, OUT_ROW_OF_TOKEN) + token, tl.where(real, row, -1), mask=stored)
     out_position = tl.load(desc + OUT_POSITION).to(tl.pointer_type(tl.int64))
     tl.store(out_position + token, tl.where(real, value, 0), mask=stored)
@@ -172,13 +200,13 @@ def _store_tokens(desc, token, row, start, position, real, stored):
 
 
 @triton.jit
-def _store_slots(group, token, row, position, real, stored):
-    """Token slots of a paged group."""
-    size = _i32(group, KERNEL_BLOCK_SIZE)
-    block = _kernel_entry(group, row, position // size, real)
-    slot = block.to(tl.int64) * size + position % size
-    out = tl.load(group + OUT_SLOT).to(tl.pointer_type(tl.int64))
-    tl.store(out + token, tl.where(block >= 0, slot, -1), mask=stored)
+def _slots(table_of, row, position, real, POWERS: tl.constexpr):
+    """Token slots in a paged group; -1 where there is no block, or no token."""
+    kernel_size = table_of[1]
+    column = _divided(position, kernel_size, POWERS)
+    block = _kernel_entry(table_of, row, column, real, POWERS)
+    offset = position - _times(column, kernel_size, POWERS)
+    return tl.where(block >= 0, _times(block.to(tl.int64), kernel_size, POWERS) + offset, -1)
 
 
 @triton.jit
@@ -196,146 +224,180 @@ def _store_rows(desc, row, query, prior, start, padded_rows):
 
 
 @triton.jit
-def _store_tables(group, row, context, part, num_parts, COLUMNS: tl.constexpr):
+def _store_tables(group, table_of, row, context, part, num_parts, COLUMNS: tl.constexpr, POWERS: tl.constexpr):
     """Every num_parts-th run of COLUMNS of the columns that the rows' contexts cover."""
-    size = _i32(group, KERNEL_BLOCK_SIZE)
-    width = _i32(group, OUT_TABLE_COLUMNS)
-    covered = tl.minimum((context + size - 1) // size, width)
+    size, kernel_size = table_of[0], table_of[1]
+    width, physical = _i32(group, OUT_TABLE_COLUMNS), tl.load(group + OUT_PHYSICAL)
     out = _int32_at(group, OUT_TABLE) + row.to(tl.int64)[:, None] * width
+    covered = tl.minimum(_blocks(context, kernel_size, POWERS), width)
     faults = tl.zeros_like(row)
     for first in range(part * COLUMNS, tl.max(covered, axis=0), num_parts * COLUMNS):
         column = first + tl.arange(0, COLUMNS)[None, :]
         wanted = column < covered[:, None]
-        block = _kernel_entry(group, row[:, None], column, wanted)
+        block = _kernel_entry(table_of, row[:, None], column, wanted, POWERS)
         tl.store(out + column, block, mask=wanted)
         faults += tl.sum((wanted & (block < 0)).to(tl.int32), axis=1)
     _report(group, faults, row)
-    physical = tl.load(group + OUT_PHYSICAL)
     if physical != 0:
-        size = _i32(group, BLOCK_SIZE)
         width = _i32(group, OUT_PHYSICAL_COLUMNS)
-        covered = tl.minimum((context + size - 1) // size, width)
-        out = physical.to(tl.pointer_type(tl.int32)) + row.to(tl.int64)[:, None] * width
+        covered = tl.minimum(_blocks(context, size, POWERS), width)
+        out = _int32(physical) + row.to(tl.int64)[:, None] * width
         for first in range(part * COLUMNS, tl.max(covered, axis=0), num_parts * COLUMNS):
             column = first + tl.arange(0, COLUMNS)[None, :]
             wanted = column < covered[:, None]
-            block, _ = _physical_entry(group, row[:, None], column, wanted)
+            block, _ = _physical_entry(table_of, row[:, None], column, wanted, POWERS)
             tl.store(out + column, block, mask=wanted)
 
 
 @triton.jit
-def _store_states(group, row, query, prior, padded_rows, VERIFY: tl.constexpr):
+def _store_states(group, table_of, row, query, prior, padded_rows, VERIFY: tl.constexpr, POWERS: tl.constexpr):
     """Read and write slots of a state group."""
-    size = _i32(group, BLOCK_SIZE)
-    read, _ = _physical_entry(group, row, (prior - 1) // size, prior > 0)
+    size = table_of[0]
+    read, _ = _physical_entry(table_of, row, _divided(prior - 1, size, POWERS), prior > 0, POWERS)
     if VERIFY:
-        column = prior // size + query - 1
+        column = _divided(prior, size, POWERS) + query - 1
     else:
-        column = (prior + query - 1) // size
-    write, _ = _physical_entry(group, row, column, query > 0)
+        column = _divided(prior + query - 1, size, POWERS)
+    write, _ = _physical_entry(table_of, row, column, query > 0, POWERS)
     tl.store(_int32_at(group, OUT_STATE_READ) + row, read, mask=row < padded_rows)
     tl.store(_int32_at(group, OUT_STATE_WRITE) + row, write, mask=row < padded_rows)
     bad = ((prior > 0) & (read < 0)) | ((query > 0) & (write < 0))
     _report(group, bad.to(tl.int32), row)
 
 
-@triton.jit(do_not_specialize=["num_rows", "padded_rows", "padded_tokens"])
+@triton.jit(do_not_specialize=["query_len", "prior_len", "num_rows", "padded_rows", "padded_tokens"])
 def fill_decode(
-    desc, num_rows, padded_rows, padded_tokens, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEARCH: tl.constexpr
+    desc,
+    query_len,
+    prior_len,
+    num_rows,
+    padded_rows,
+    padded_tokens,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    POWERS: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """A decode step: program (i, g, c) has rows and padding tokens i*ROWS .. of group g, and every c-th part of the
-    rows' table columns. Rows have one new token or none."""
-    block, part = tl.program_id(0), tl.program_id(2)
+    rows' table columns. Rows have one new token or none. query_len, prior_len: addresses."""
+    block, part = tl.program_id(0), tl.program_id(2) - APART
+    has_values = tl.program_id(2) == 0
+    is_first = tl.program_id(1) == 0
     group = desc + STEP_FIELDS + tl.program_id(1) * GROUP_FIELDS
-    is_state = tl.load(group + IS_STATE)  # first, so that the group's fields are near when they are needed
     row = block * ROWS + tl.arange(0, ROWS)
-    query, prior = _lengths(desc, row, num_rows)
-    before = 0
-    total = 0
-    if part == 0:
+    query, prior = _lengths(query_len, prior_len, row, num_rows)
+    is_state = tl.load(group + IS_STATE)
+    table_of = _table_of(group, POWERS)
+    if is_state != 0:
+        if has_values:
+            _store_states(group, table_of, row, query, prior, padded_rows, False, POWERS)
+    elif part >= 0:
+        _store_tables(group, table_of, row, prior + query, part, tl.num_programs(2) - APART, COLUMNS, POWERS)
+    if has_values & (is_first | (is_state == 0)):
+        slot = tl.full((ROWS,), -1, tl.int64)
+        if is_state == 0:
+            slot = _slots(table_of, row, prior, query > 0, POWERS)
+        count = tl.zeros((SEARCH,), tl.int32)
+        count_before = tl.zeros((SEARCH,), tl.int32)
         for first in range(0, num_rows, SEARCH):
             other = first + tl.arange(0, SEARCH)
-            count, _ = _lengths(desc, other, num_rows)
-            before += tl.sum(tl.where(other < block * ROWS, count, 0), axis=0)
-            total += tl.sum(count, axis=0)
-    start = before + tl.cumsum(query, axis=0) - query
-    # A row's token stands at `start`; the program's padding tokens are those of its own range past the last token.
-    real = (query > 0) & (start < padded_tokens)
-    padding = (row >= total) & (row < padded_tokens)
-    nothing = query < 0
-    if part == 0:
-        if tl.program_id(1) == 0:
+            new = tl.load(_int32(query_len) + other, mask=other < num_rows, other=0)
+            count += new
+            count_before += tl.where(other < block * ROWS, new, 0)
+        start = tl.sum(count_before, axis=0) + tl.cumsum(query, axis=0) - query
+        # A row's token stands at `start`; the program's padding tokens are those of its range past the last token.
+        real = (query > 0) & (start < padded_tokens)
+        padding = (row >= tl.sum(count, axis=0)) & (row < padded_tokens)
+        nothing = query < 0
+        if is_first:
             _store_rows(desc, row, query, prior, start, padded_rows)
             _store_tokens(desc, start, row, start, prior, real, real)
             _store_tokens(desc, row, row, row, row, nothing, padding)
-    if is_state != 0:
-        if part == 0:
-            _store_states(group, row, query, prior, padded_rows, False)
-    else:
-        _store_tables(group, row, prior + query, part, tl.num_programs(2), COLUMNS)
-        if part == 0:
-            _store_slots(group, start, row, prior, real, real)
-            _store_slots(group, row, row, row, nothing, padding)
+        if is_state == 0:
+            out = tl.load(group + OUT_SLOT).to(tl.pointer_type(tl.int64))
+            tl.store(out + start, slot, mask=real)
+            tl.store(out + row, -1, mask=padding)
 
 
 @triton.jit
-def _fill_tokens(desc, group, is_first, is_state, block, num_rows, padded_tokens, TOKENS, SEARCH):
+def _fill_tokens(
+    desc, group, query_len, prior_len, is_first, is_state, block, num_rows, padded_tokens, TOKENS, SEARCH, POWERS
+):
     token = block * TOKENS + tl.arange(0, TOKENS)
-    row, start, total = _find_rows(desc, token, num_rows, 1, COUNT_TOKENS, SEARCH)
+    row, start, total = _find_rows(query_len, prior_len, token, num_rows, 1, COUNT_TOKENS, SEARCH, POWERS)
     real = token < total
-    _, prior = _lengths(desc, row, num_rows)
+    _, prior = _lengths(query_len, prior_len, row, num_rows)
     position = prior + token - start
     stored = token < padded_tokens
     if is_first:
         _store_tokens(desc, token, row, start, position, real, stored)
     if is_state == 0:
-        _store_slots(group, token, row, position, real, stored)
+        out = tl.load(group + OUT_SLOT).to(tl.pointer_type(tl.int64))
+        tl.store(out + token, _slots(_table_of(group, POWERS), row, position, real, POWERS), mask=stored)
 
 
 @triton.jit
 def _fill_rows(
-    desc, group, is_first, is_state, block, part, num_parts, num_rows, padded_rows, ROWS, COLUMNS, SEARCH, VERIFY
+    desc,
+    group,
+    query_len,
+    prior_len,
+    is_first,
+    is_state,
+    block,
+    part,
+    num_parts,
+    num_rows,
+    padded_rows,
+    ROWS,
+    COLUMNS,
+    SEARCH,
+    VERIFY,
+    POWERS,
 ):
     row = block * ROWS + tl.arange(0, ROWS)
-    query, prior = _lengths(desc, row, num_rows)
+    query, prior = _lengths(query_len, prior_len, row, num_rows)
     if is_first & (part == 0):
         before = 0
         for first in range(0, block * ROWS, SEARCH):
             other = first + tl.arange(0, SEARCH)
-            count, _ = _lengths(desc, other, num_rows)
+            count, _ = _lengths(query_len, prior_len, other, num_rows)
             before += tl.sum(tl.where(other < block * ROWS, count, 0), axis=0)
         _store_rows(desc, row, query, prior, before + tl.cumsum(query, axis=0) - query, padded_rows)
+    table_of = _table_of(group, POWERS)
     if is_state == 0:
-        _store_tables(group, row, prior + query, part, num_parts, COLUMNS)
+        _store_tables(group, table_of, row, prior + query, part, num_parts, COLUMNS, POWERS)
     elif part == 0:
-        _store_states(group, row, query, prior, padded_rows, VERIFY)
+        _store_states(group, table_of, row, query, prior, padded_rows, VERIFY, POWERS)
 
 
 @triton.jit
-def _fill_chunks(desc, block, num_rows, num_chunks, TOKENS, SEARCH):
+def _fill_chunks(desc, query_len, prior_len, block, num_rows, num_chunks, TOKENS, SEARCH, POWERS):
     index = block * TOKENS + tl.arange(0, TOKENS)
-    row, start, total = _find_rows(desc, index, num_rows, 1, COUNT_CONV_CHUNKS, SEARCH)
+    row, start, total = _find_rows(query_len, prior_len, index, num_rows, 1, COUNT_CONV_CHUNKS, SEARCH, POWERS)
     real = index < total
     tl.store(_int32_at(desc, OUT_CHUNK_ROW) + index, tl.where(real, row, -1), mask=index < num_chunks)
     tl.store(_int32_at(desc, OUT_CHUNK_INDEX) + index, tl.where(real, index - start, 0), mask=index < num_chunks)
 
 
 @triton.jit
-def _fill_snapshots(desc, group, block, num_rows, num_snapshots, TOKENS, SEARCH, VERIFY):
+def _fill_snapshots(group, query_len, prior_len, block, num_rows, num_snapshots, TOKENS, SEARCH, VERIFY, POWERS):
     index = block * TOKENS + tl.arange(0, TOKENS)
-    size = _i32(group, BLOCK_SIZE)
+    table_of = _table_of(group, POWERS)
+    size = table_of[0]
     if VERIFY:
-        row, start, total = _find_rows(desc, index, num_rows, size, COUNT_DRAFTS, SEARCH)
+        row, start, total = _find_rows(query_len, prior_len, index, num_rows, size, COUNT_DRAFTS, SEARCH, POWERS)
     else:
-        row, start, total = _find_rows(desc, index, num_rows, size, COUNT_BOUNDARIES, SEARCH)
+        row, start, total = _find_rows(query_len, prior_len, index, num_rows, size, COUNT_BOUNDARIES, SEARCH, POWERS)
     real = index < total
-    _, prior = _lengths(desc, row, num_rows)
-    column = prior // size + index - start
+    _, prior = _lengths(query_len, prior_len, row, num_rows)
+    column = _divided(prior, size, POWERS) + index - start
     if VERIFY:
         offset = index - start + 1
     else:
-        offset = (column + 1) * size - prior
-    slot, beyond = _physical_entry(group, row, column, real)
+        offset = _times(column + 1, size, POWERS) - prior
+    slot, beyond = _physical_entry(table_of, row, column, real, POWERS)
     # A group that has fewer snapshots than the longest one owns the rest of its buffer too, up to `num_snapshots`.
     stored = index < num_snapshots
     tl.store(_int32_at(group, OUT_SNAPSHOT_ROW) + index, tl.where(real, row, -1), mask=stored)
@@ -346,10 +408,22 @@ def _fill_snapshots(desc, group, block, num_rows, num_snapshots, TOKENS, SEARCH,
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "padded_rows", "padded_tokens", "num_chunks", "num_snapshots", "row_blocks", "parts"]
+    do_not_specialize=[
+        "query_len",
+        "prior_len",
+        "num_rows",
+        "padded_rows",
+        "padded_tokens",
+        "num_chunks",
+        "num_snapshots",
+        "row_blocks",
+        "parts",
+    ]
 )
 def fill_ragged(
     desc,
+    query_len,
+    prior_len,
     num_rows,
     padded_rows,
     padded_tokens,
@@ -362,11 +436,13 @@ def fill_ragged(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEARCH: tl.constexpr,
+    POWERS: tl.constexpr,
 ):
     """A prefill or verify step: program (i, g) has one of these of group g, in this order: TOKENS tokens; ROWS rows
     and every parts-th part of their table columns; TOKENS convolution chunks; TOKENS snapshots.
 
-    num_snapshots: of the group that has most. Convolution chunks and snapshots past the last one get row -1.
+    query_len, prior_len: addresses. num_snapshots: of the group that has most. Convolution chunks and snapshots past
+    the last one get row -1.
     """
     group = desc + STEP_FIELDS + tl.program_id(1) * GROUP_FIELDS
     is_first = tl.program_id(1) == 0
@@ -376,16 +452,44 @@ def fill_ragged(
     chunk_blocks = (num_chunks + TOKENS - 1) // TOKENS
     if block < token_blocks:
         if is_first | (is_state == 0):
-            _fill_tokens(desc, group, is_first, is_state, block, num_rows, padded_tokens, TOKENS, SEARCH)
+            _fill_tokens(
+                desc,
+                group,
+                query_len,
+                prior_len,
+                is_first,
+                is_state,
+                block,
+                num_rows,
+                padded_tokens,
+                TOKENS,
+                SEARCH,
+                POWERS,
+            )
     elif block < token_blocks + row_blocks * parts:
         block -= token_blocks
-        rows, part = block // parts, block % parts
         _fill_rows(
-            desc, group, is_first, is_state, rows, part, parts, num_rows, padded_rows, ROWS, COLUMNS, SEARCH, VERIFY
+            desc,
+            group,
+            query_len,
+            prior_len,
+            is_first,
+            is_state,
+            block // parts,
+            block % parts,
+            parts,
+            num_rows,
+            padded_rows,
+            ROWS,
+            COLUMNS,
+            SEARCH,
+            VERIFY,
+            POWERS,
         )
     elif block < token_blocks + row_blocks * parts + chunk_blocks:
         if is_first:
-            _fill_chunks(desc, block - token_blocks - row_blocks * parts, num_rows, num_chunks, TOKENS, SEARCH)
+            block -= token_blocks + row_blocks * parts
+            _fill_chunks(desc, query_len, prior_len, block, num_rows, num_chunks, TOKENS, SEARCH, POWERS)
     elif is_state != 0:
         block -= token_blocks + row_blocks * parts + chunk_blocks
-        _fill_snapshots(desc, group, block, num_rows, num_snapshots, TOKENS, SEARCH, VERIFY)
+        _fill_snapshots(group, query_len, prior_len, block, num_rows, num_snapshots, TOKENS, SEARCH, VERIFY, POWERS)
