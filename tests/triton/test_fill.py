@@ -87,7 +87,7 @@ def test_lengths_that_the_host_alone_has_are_sent_anew_in_every_step() -> None:
     blocks = torch.arange(1, 9, dtype=torch.int32).reshape(2, 4)
     tables = {"attention": blocks, "state": blocks.clone()}
     arena = make_arena((ATTENTION, STATE), max_rows=2, max_tokens=20, max_context=16)
-    for length in range(1, 2 * SLOTS_OF_A_PAGE + 2):
+    for length in range(SLOTS_OF_A_PAGE + 2):
         query, prior = [length % 9 + 1, length % 5 + 1], [length % 7, length % 11]
         step = make_step((ATTENTION, STATE), Phase.PREFILL, query, prior, tables)
         plan = build_plan(step, arena, triton=True)

@@ -21,6 +21,7 @@ from stepbind.errors import StepError
 from stepbind.groups import GroupKind
 from stepbind.plan import fill_kernels as kernels
 from stepbind.plan.arena import Arena, check_fits, group_views, num_conv_chunks, num_snapshots, shared_views
+from stepbind.plan.fill_ragged import fill_ragged
 from stepbind.plan.plan import GroupPlan, PagedPlan, Plan, Shared, Sizes
 from stepbind.plan.staging import Staging
 from stepbind.step import Phase, Step
@@ -157,7 +158,7 @@ class Launcher:
         else:
             items = [tokens, chunks, max(counts)]
             grid = (sum(-(-count // TOKENS) for count in items) + row_blocks * parts, len(counts), 1)
-            kernel = kernels.fill_ragged
+            kernel = fill_ragged
             arguments = (rows, *items, row_blocks, parts, bool(verify), TOKENS, ROWS, COLUMNS, SEARCH, self.powers)
             warps = 4
         address = self.uploaded_lengths
