@@ -88,6 +88,17 @@ def test_sampled_rows_go_by_graphs_too() -> None:
     assert generate("qwen3_5", OPTIONS, **sampling) == generate("qwen3_5", eager, **sampling)
 
 
+def test_returned_logits_are_those_of_their_own_pass() -> None:
+    """Every replay writes its logits to the same memory; what a request was given stays."""
+    references = expected("qwen3_5", 20)[:3]
+    with LocalEngine(model_of("qwen3_5"), options=OPTIONS) as engine:
+        sampling = SamplingParams(max_tokens=8, ignore_eos=True, return_logits=True)
+        completions = engine.generate([reference.prompt for reference in references], sampling)
+    for reference, completion in zip(references, completions, strict=True):
+        assert completion.logits is not None
+        torch.testing.assert_close(completion.logits, reference.logits[:8], atol=1e-3, rtol=0)
+
+
 def test_a_replaced_buffer_drops_the_graphs_that_baked_it_in(spoiled_replays: list[tuple[int, int]]) -> None:
     prompt = expected("qwen3_5", 20)[0].prompt
     with LocalEngine(model_of("qwen3_5"), options=OPTIONS) as engine:

@@ -24,25 +24,30 @@ from stepbind.hosts.local.memory import allocate_buffers
 from stepbind.tiny import tiny_model
 
 NUM_BLOCKS = 24
+FILLS = [False] if torch.cuda.is_available() else [False, True]
+"""Values of `build_plan`'s `triton` on the CPU: Triton's interpreter runs where there is no GPU."""
 
 
 @cache
-def hybrid() -> Any:
-    """One recurrent and one attention layer."""
-    layer_types = ["linear_attention", "full_attention"]
-    return tiny_model("qwen3_5", num_hidden_layers=2, layer_types=layer_types)
+def hybrid(layers: int = 2) -> Any:
+    """Recurrent and attention layers in turn."""
+    layer_types = ["linear_attention", "full_attention"] * (layers // 2)
+    return tiny_model("qwen3_5", num_hidden_layers=layers, layer_types=layer_types)
 
 
 class HandMade:
-    """Memory of the hybrid's two groups, all NaN at first, and passes over it with tables given by the test."""
+    """Memory of the hybrid's groups, all NaN at first, and passes over it with tables given by the test. `groups`: one
+    of each kind where not given, else with a layer number for each layer of the hybrid."""
 
-    def __init__(self, attention_block: int = 8, state_block: int = 8) -> None:
-        self.model = hybrid()
-        self.layers = discover_layers(self.model)
-        self.groups = (
+    def __init__(
+        self, attention_block: int = 8, state_block: int = 8, *, groups: tuple[CacheGroup, ...] | None = None
+    ) -> None:
+        self.groups = groups or (
             CacheGroup("attention", GroupKind.ATTENTION, (1,), attention_block, attention_block, NUM_BLOCKS),
             CacheGroup("state", GroupKind.STATE, (0,), state_block, state_block, NUM_BLOCKS),
         )
+        self.model = hybrid(sum(len(group.layers) for group in self.groups))
+        self.layers = discover_layers(self.model)
         self.buffers = allocate_buffers(self.layers, self.groups, torch.device("cpu"))
         for buffer in self.buffers.values():
             buffer.view(torch.int8).fill_(-1)
@@ -63,25 +68,44 @@ class HandMade:
         strict: bool | None = None,
     ) -> tuple[torch.Tensor, Plan]:
         """One pass over the rows' new tokens: logits [padded tokens, vocabulary] and the plan."""
-        tables = {
-            "attention": torch.tensor(attention, dtype=torch.int32),
-            "state": torch.tensor(state, dtype=torch.int32),
-        }
+        tables = {"attention": attention, "state": state}
+        return self.run_on(
+            tables, rows, prior, phase=phase, padded_rows=padded_rows, padded_tokens=padded_tokens, strict=strict
+        )
+
+    @torch.no_grad()
+    def run_on(
+        self,
+        tables: dict[str, list[list[int]]],
+        rows: list[list[int]],
+        prior: list[int],
+        *,
+        phase: Phase = Phase.PREFILL,
+        padded_rows: int = 0,
+        padded_tokens: int = 0,
+        strict: bool | None = None,
+    ) -> tuple[torch.Tensor, Plan]:
+        """`run` with a table for each group, by name."""
         step = make_step(
             self.groups,
             phase,
             [len(row) for row in rows],
             prior,
-            tables,
+            {name: torch.tensor(blocks, dtype=torch.int32) for name, blocks in tables.items()},
             padded_rows=padded_rows,
             padded_tokens=padded_tokens,
         )
         plan = build_plan(step, self.arena, strict=strict)
         flat = [token for row in rows for token in row]
-        ids = torch.tensor([flat + [0] * (step.padded_tokens - len(flat))])
+        ids = torch.tensor(flat + [0] * (step.padded_tokens - len(flat)))
+        return self.forward(plan, ids), plan
+
+    @torch.no_grad()
+    def forward(self, plan: Plan, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [T, vocabulary] of token ids [T] on a plan."""
         with adapted(self.model), bind(plan, self.caches, self.model):
-            logits = self.model(ids, position_ids=plan.shared.position[None], use_cache=False).logits
-        return logits[0], plan
+            position = plan.shared.position[None]
+            return self.model(ids[None], position_ids=position, use_cache=False).logits[0]  # type: ignore[no-any-return]
 
     def block_bytes(self, layer: int, block: int) -> bytes:
         buffer = self.buffers[layer].view(torch.uint8).reshape(NUM_BLOCKS, -1)

@@ -1,15 +1,20 @@
-"""Context length 0 gives NaN in padding rows, and NaN spreads. Guard: attention zeroes what it gathered but may not
-read, for 0 * NaN is NaN."""
+"""Context length 0 gives NaN in padding rows, and NaN spreads. Guards: attention and latent attention zero
+what they gathered but may not read, for 0 * NaN is NaN."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from stepbind import Phase
 from stepbind.caches import KVPages
 from stepbind.groups import GroupKind
 from stepbind.ops.attention import paged_attention
+from stepbind.ops.latent_attention import absorbed_attention, expanded_attention
 from stepbind.plan import PagedPlan
+from tests.ops.latent_case import latent_case
 from tests.ops.random_caches import HEAD_DIM, HEADS_PER_KV, KV_HEADS, nan, random_case
 from tests.zoo.harness import HandMade, assert_close, tokens
 
@@ -34,3 +39,16 @@ def test_a_row_with_nothing_to_attend_to_gives_zeros() -> None:
         query, KVPages(pages[:, 0], pages[:, 1]), case.group, case.plan.shared, case.plan.sizes, scale=1.0
     )
     assert (out == 0).all()
+
+
+@pytest.mark.parametrize("attend", [expanded_attention, absorbed_attention])
+def test_latent_attention_of_no_context_is_zero_beside_live_rows_in_nan_memory(attend: Any) -> None:
+    """Pages are NaN wherever no row's context is, in the tails of the rows' own blocks too."""
+    for seed in range(30):
+        case = latent_case(seed)
+        shared, sizes = case.plan.shared, case.plan.sizes
+        if sizes.is_dummy:
+            continue
+        out = attend(case.query, case.weight, case.pages, case.group_plan, shared, sizes, 0.5)
+        assert out.isfinite().all()
+        assert (out[shared.row_of_token < 0] == 0).all()

@@ -4,7 +4,8 @@ A graph holds the tensors of the pass it was captured with. Here one pass's tens
 table in place, the arena is filled again, and the kept tensors must say what a new plan says.
 
 Checked by taking out, one at a time, in `_fill_paged` of plan/fill_torch.py: the `_store_table` of the physical table,
-that of the kernel table, and `group_plan.slot[:tokens] = ...`.
+that of the kernel table, and `group_plan.slot[:tokens] = ...`; the two stores of state slots in `_fill_state`; and the
+table that hosts/rtp_llm/reader.py reads.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ import torch
 from stepbind.ops.latent_attention import latent_attention, sparse_latent_attention
 from stepbind.plan import build_plan, make_arena
 from stepbind.plan.reference import reference_plan
-from stepbind.step import Granularity, Step, make_step
+from stepbind.step import Granularity, Phase, Step, make_step
+from tests.hosts.rtp_double.by_hand import Host, expected
+from tests.hosts.rtp_double.graphs import POISON, GraphRunner
+from tests.hosts.rtp_double.inputs import GENERATIONS, Row
 from tests.ops.latent_case import LatentCase, fill_context, latent_case, nan_pages
 from tests.plan.test_fill import assert_group_equals_reference
+from tests.zoo.captured import Captured
+from tests.zoo.harness import NUM_BLOCKS, HandMade, assert_close, tokens
 
 
 def replayed(granularity: Granularity) -> tuple[LatentCase, Step]:
@@ -67,3 +73,37 @@ def test_attention_on_a_kept_plan_reads_the_blocks_that_the_rows_have_now(granul
     for out in (dense, sparse):
         assert out.isfinite().all()
         assert out[shared.row_of_token >= 0].all()
+
+
+def test_a_graph_over_attention_and_state_follows_rows_that_move_and_change_places() -> None:
+    """Two sequences, their blocks moved by the host between replays and their rows swapped: the old blocks are NaN."""
+    host, sequences = HandMade(), [tokens(16, seed=row) for row in range(2)]
+    graph, tables = Captured(host, 2), [[1, 2], [3, 4]]
+    host.run([each[:5] for each in sequences], [0, 0], tables, tables)
+    order = [0, 1]
+    for position in range(5, 16):
+        moved = [[(block + 2) % (NUM_BLOCKS - 1) + 1 for block in table] for table in reversed(tables)]
+        for buffer in host.buffers.values():
+            blocks = buffer.view(torch.int8).reshape(NUM_BLOCKS, -1)
+            kept = blocks.clone()
+            blocks.fill_(-1)
+            for old, new in zip(reversed(tables), moved, strict=True):
+                blocks[new] = kept[old]
+        tables, order = moved, order[::-1]
+        both = {"attention": tables, "state": tables}
+        logits = graph.replay(both, [[sequences[row][position]] for row in order], [position] * 2)
+        for index, row in enumerate(order):
+            assert_close(logits[index], host.expected(sequences[row])[position])
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_rtps_graphs_read_no_table_of_the_cache_store(generation: str) -> None:
+    """Replay leaves those as they were at capture: full of ids that no pool has."""
+    host, sequence = Host(generation), tokens(20)
+    graphs = GraphRunner(host, host.layout, [2], 32)
+    tables = [[5, 6, 7], [1, 2, 3]]
+    host.run(host.inputs(Phase.PREFILL, [Row(sequence[:6], 0, tables)]))
+    for position in range(6, 20):
+        got = graphs.replay([Row([sequence[position]], position, tables)])
+        assert_close(got[0], expected(sequence)[position])
+    assert all((store == POISON).all() for store in graphs.stores)

@@ -5,23 +5,32 @@ pass captured at the arena's width gives every shorter context the numbers of a 
 behind a row's own hold what an earlier, longer pass left there. A longer context than that is refused.
 
 Checked by taking out, one at a time: `& (position < shared.context_len[:, None])` in `gather_context` of
-ops/latent_attention.py (first test), and the `max_context` line of `_check_fits` in plan/arena.py (second test).
+ops/latent_attention.py, the same in ops/attention.py, the end of a context in `_context_of` of ops/triton_attention.py,
+the `max_context` line of `check_fits` in plan/arena.py, and the limit in RtpBinding.check_replay.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
+from stepbind.caches import KVPages
 from stepbind.errors import StepError
 from stepbind.groups import CacheGroup, GroupKind
+from stepbind.ops import triton_attention
+from stepbind.ops.attention import paged_attention
 from stepbind.ops.indexer import choose_tokens
 from stepbind.ops.latent_attention import absorbed_attention, expanded_attention, sparse_latent_attention
+from stepbind.ops.reference import paged_attention_reference
 from stepbind.plan import PagedPlan, Plan, build_plan, make_arena
 from stepbind.plan.arena import Arena
 from stepbind.step import Phase, Step, make_step
+from tests.hosts.rtp_double.by_hand import Host
+from tests.hosts.rtp_double.graphs import GraphRunner
+from tests.hosts.rtp_double.inputs import GENERATIONS, Row
 from tests.ops.latent_case import (
     HEADS,
     INDEX_DIM,
@@ -34,6 +43,7 @@ from tests.ops.latent_case import (
     nan_pages,
     small_integers,
 )
+from tests.zoo.harness import FILLS
 
 GROUP = CacheGroup("latent", GroupKind.LATENT, (0,), block_size=8, kernel_block_size=4, num_blocks=40)
 TOP_K = 6
@@ -88,3 +98,42 @@ def test_a_context_longer_than_the_buffers_is_refused() -> None:
     arena = make_arena([GROUP], max_rows=2, max_tokens=2, max_context=32)
     with pytest.raises(StepError, match="max_context: got 33, expected at most the arena's 32"):
         build_plan(decode([5, 33], first_block=20), arena)
+
+
+ATTENTIONS = [triton_attention.paged_attention if triton else paged_attention for triton in FILLS]
+KV_GROUP = CacheGroup("attention", GroupKind.ATTENTION, (0,), block_size=16, kernel_block_size=16, num_blocks=40)
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS)
+@pytest.mark.parametrize("contexts", [[1, 1], [3, 17], [16, 5], [33, 64]])
+def test_attention_captured_for_the_longest_context_serves_every_shorter_one(contexts: list[int], attend: Any) -> None:
+    """Sizes, grids and splits are those of 64 tokens; the columns behind a row's own lead to memory that is NaN."""
+    torch.manual_seed(0)
+    arena = make_arena([KV_GROUP], max_rows=2, max_tokens=2, max_context=64)
+    blocks = torch.arange(20, 28, dtype=torch.int32).reshape(2, 4)
+    step = make_step([KV_GROUP], Phase.DECODE, [1, 1], [c - 1 for c in contexts], {"attention": blocks})
+    plan = build_plan(step, arena)
+    full = arena.groups[0]
+    assert isinstance(full, PagedPlan)
+    behind = torch.arange(4) >= -(-torch.tensor(contexts)[:, None] // 16)
+    full.block_table[behind] = 5
+    buffer = torch.full((40, 2, 2, 16, 16), torch.nan)
+    for row, context in enumerate(contexts):
+        for position in range(context):
+            buffer[int(blocks[row, position // 16]), :, :, position % 16] = torch.randn(2, 2, 16)
+    pages, query = KVPages(buffer[:, 0], buffer[:, 1]), torch.randn(2, 4, 16)
+    sizes = dataclasses.replace(plan.sizes, max_context=64)
+    group = dataclasses.replace(full, slot=plan.groups[0].slot)  # type: ignore[union-attr]
+    got = attend(query, pages, group, plan.shared, sizes, 0.25)
+    want = paged_attention_reference(query, pages, plan.groups[0], plan.shared, 0.25)  # type: ignore[arg-type]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_replay_with_a_longer_row_than_its_graph_takes_is_refused(generation: str) -> None:
+    """The graph's batch size fits, and one of its rows is a token longer than the buffers that it was captured on."""
+    host = Host(generation)
+    graphs = GraphRunner(host, host.layout, [2], 128)
+    tables = [list(range(1, 17)), list(range(1, 17))]
+    with pytest.raises(StepError, match="context of a replayed row: got 129, expected at most 128 tokens"):
+        graphs.replay([Row([1], 128, tables), Row([1], 3, tables)])

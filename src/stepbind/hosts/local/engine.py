@@ -263,7 +263,8 @@ class LocalEngine:
             if each is None:  # ended or aborted while the pass ran
                 continue
             if each.sequence.params.return_logits:
-                each.sequence.logits.append(logits[row].cpu())
+                # A copy on the CPU too: the next replay overwrites a graph's logits.
+                each.sequence.logits.append(logits[row].to("cpu", copy=True))
             deltas.append(self._advance(each, best[row] if each.sampler.greedy else each.sampler.draw(logits[row])))
         return deltas
 
