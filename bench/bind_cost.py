@@ -8,6 +8,9 @@ the plan, bind it. The floor is one empty Triton launch, measured in the same ru
 
 from __future__ import annotations
 
+import itertools
+import random
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,8 @@ from stepbind.step import BlockTable, BlockTables, Lengths, Phase, Step, make_st
 from stepbind.tiny import tiny_model
 
 FILLS_IN_A_GRAPH = 100
+NUM_CHANGING = 2000
+"""Different lengths that a host with changing counts hands over in turn: more than the fill keeps sizes of."""
 
 
 @triton.jit
@@ -47,13 +52,14 @@ class Case:
     groups: int = 4
     layers: int = 48
     device_lengths: bool = True
+    changing: bool = False  # other lengths in every step, of which `query` is the longest
 
     @property
     def name(self) -> str:
         if self.phase is Phase.DECODE:
             lengths = "" if self.device_lengths else ", host lengths"
             return f"decode, {self.rows} rows of {self.context} tokens{lengths}"
-        return f"prefill {self.rows} x {self.query}"
+        return f"prefill {self.rows} x {self.query}{', other counts every step' if self.changing else ''}"
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,20 @@ class Row:
 
 
 class Host:
-    """A host with fixed buffers for one case: what it hands over every step is the same tensors."""
+    """A host with fixed buffers for one case: the tables that it hands over every step are the same tensors."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.groups = cache_groups(case)
         prior = case.context - 1 if case.phase is Phase.DECODE else 0
-        self.query, self.prior = self._lengths(case.query), self._lengths(prior)
+        query = [self._lengths([case.query] * case.rows)]
+        if case.changing:
+            rng = random.Random(0)
+            least = case.query // 2
+            query = [
+                self._lengths([rng.randint(least, case.query) for _ in range(case.rows)]) for _ in range(NUM_CHANGING)
+            ]
+        self.query, self.prior = itertools.cycle(query), self._lengths([prior] * case.rows)
         columns = -(-(prior + case.query) // 64)
         blocks = torch.arange(1, case.rows * columns + 1, dtype=torch.int32, device="cuda") % 4999 + 1
         self.tables = {group.name: blocks.reshape(case.rows, columns).clone() for group in self.groups}
@@ -89,15 +102,15 @@ class Host:
         )
         self.caches = Caches()
 
-    def _lengths(self, value: int) -> Lengths:
-        host = Lengths.of([value] * self.case.rows)
+    def _lengths(self, values: list[int]) -> Lengths:
+        host = Lengths.of(values)
         return Lengths(host.host, torch.from_numpy(host.host).cuda()) if self.case.device_lengths else host
 
     def step(self) -> Step:
-        return Step(self.case.phase, self.query, self.prior, self.kept)
+        return Step(self.case.phase, next(self.query), self.prior, self.kept)
 
     def step_with_new_tables(self) -> Step:
-        return make_step(self.groups, self.case.phase, self.query, self.prior, self.tables)
+        return make_step(self.groups, self.case.phase, next(self.query), self.prior, self.tables)
 
     def bind(self, model: Any) -> None:
         with bind(build_plan(self.step(), self.arena, strict=False), self.caches, model):
@@ -127,13 +140,16 @@ def measure(case: Case, models: dict[int, Any]) -> Row:
     if case.layers not in models:
         models[case.layers] = hybrid_model(case.layers)
     model, host = models[case.layers], Host(case)
-    step = host.step()
+    steps = [host.step() for _ in range(NUM_CHANGING if case.changing else 1)]
+    random.Random(1).shuffle(steps)  # in another order than `host.bind`, which would leave their sizes behind
+    next_step = itertools.cycle(steps)
 
     def fill() -> None:
-        build_plan(step, host.arena, strict=False)
+        build_plan(next(next_step), host.arena, strict=False)
 
     with adapted(model):
-        floor, step_us, fill_us, total = host_us_in_turn([launch_empty, host.step, fill, lambda: host.bind(model)])
+        works = [launch_empty, host.step, fill, lambda: host.bind(model)]
+        floor, step_us, fill_us, total = host_us_in_turn(works, warmup_s=0.15)
         return Row(
             floor=floor,
             step=step_us,
@@ -146,6 +162,7 @@ def measure(case: Case, models: dict[int, Any]) -> Row:
 
 def main() -> None:
     require_gpu()
+    began = time.perf_counter()
     print(machine())
     models: dict[int, Any] = {}
     for case in (Case(), Case(rows=16, query=512, phase=Phase.PREFILL, device_lengths=False)):
@@ -168,7 +185,9 @@ def main() -> None:
         *[Case(rows=rows) for rows in (1, 32, 256)],
         Case(device_lengths=False),
         Case(rows=1, query=8192, **prefill),  # type: ignore[arg-type]
+        Case(rows=1, query=8192, changing=True, **prefill),  # type: ignore[arg-type]
         Case(rows=16, query=512, **prefill),  # type: ignore[arg-type]
+        Case(rows=16, query=512, changing=True, **prefill),  # type: ignore[arg-type]
     ):
         line(case.name, case)
     print("\ngrowth (256 rows, 4 groups, 48 layers, context 512 where not said otherwise)")
@@ -183,6 +202,7 @@ def main() -> None:
     print(f"\nthe floor over all lines: {min(floors):.1f} to {max(floors):.1f} us")
     (new_tables,) = host_us_in_turn([Host(Case()).step_with_new_tables])
     print(f"a step whose tables are looked at again (make_step): {new_tables:.1f} us")
+    print(f"measured in {time.perf_counter() - began:.0f} s")
 
 
 def print_row(name: str, row: Row) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.plan import PagedPlan, build_plan, make_arena
 from stepbind.step import BlockTable, Lengths, Phase, Step
-from tests.fill_checks import check_fill, on_device, poisoned_arena
+from tests.fill_checks import check_fill, check_fills_in_a_row, on_device, poisoned_arena
 from tests.random_steps import bounded_step, steps
 
 
@@ -19,6 +20,19 @@ from tests.random_steps import bounded_step, steps
 def test_the_fill_kernels_equal_the_reference(step: Step, device_lengths: bool) -> None:
     step = on_device(step, "cuda", device_lengths=device_lengths)
     check_fill(step, poisoned_arena(step))
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "host ahead"])
+def test_fills_that_nothing_waits_between_do_not_disturb_each_other(ahead: bool) -> None:
+    """With the host ahead, hundreds of copies are still to be made while later steps take pinned memory."""
+    check_fills_in_a_row("cuda", 40)  # compiles the kernels
+    torch.cuda.synchronize()
+    if ahead:
+        torch.cuda._sleep(10**9)  # about half a second
+    arena = check_fills_in_a_row("cuda", 600)
+    assert arena.launcher is not None
+    pages = len(arena.launcher.staging._pages)
+    assert pages > 10 if ahead else pages >= 1
 
 
 GROUPS = (

@@ -241,11 +241,11 @@ def fill_decode(
     COLUMNS: tl.constexpr,
     SEARCH: tl.constexpr,
     POWERS: tl.constexpr,
-    APART: tl.constexpr,
 ):
-    """A decode step: program (i, g, c) has rows and padding tokens i*ROWS .. of group g, and every c-th part of the
-    rows' table columns. Rows have one new token or none. query_len, prior_len: addresses."""
-    block, part = tl.program_id(0), tl.program_id(2) - APART
+    """A decode step: program (i, g, 0) has the values of rows and padding tokens i*ROWS .. for group g; program
+    (i, g, 1+c) has every c-th part of those rows' table columns, which then wait for nothing in the values' way.
+    Rows have one new token or none. query_len, prior_len: addresses."""
+    block, part = tl.program_id(0), tl.program_id(2) - 1
     has_values = tl.program_id(2) == 0
     is_first = tl.program_id(1) == 0
     group = desc + STEP_FIELDS + tl.program_id(1) * GROUP_FIELDS
@@ -257,7 +257,7 @@ def fill_decode(
         if has_values:
             store_states(group, table_of, row, query, prior, padded_rows, False, POWERS)
     elif part >= 0:
-        store_tables(group, table_of, row, prior + query, part, tl.num_programs(2) - APART, COLUMNS, POWERS)
+        store_tables(group, table_of, row, prior + query, part, tl.num_programs(2) - 1, COLUMNS, POWERS)
     if has_values & (is_first | (is_state == 0)):
         slot = tl.full((ROWS,), -1, tl.int64)
         if is_state == 0:

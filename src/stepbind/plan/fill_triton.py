@@ -15,14 +15,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
 from triton.runtime.jit import JITFunction
 
 from stepbind.errors import StepError
 from stepbind.groups import GroupKind
 from stepbind.plan import fill_kernels as kernels
-from stepbind.plan.arena import Arena, check_fits, group_views, num_conv_chunks, num_snapshots, shared_views
+from stepbind.plan.arena import (
+    Arena,
+    RowViews,
+    check_fits,
+    num_conv_chunks,
+    num_snapshots,
+    row_views,
+    state_views,
+    step_views,
+)
 from stepbind.plan.fill_ragged import fill_ragged
-from stepbind.plan.plan import GroupPlan, PagedPlan, Plan, Shared, Sizes
+from stepbind.plan.plan import GroupPlan, PagedPlan, Plan, Shared, Sizes, StatePlan
 from stepbind.plan.staging import Staging
 from stepbind.step import Phase, Step
 
@@ -30,20 +40,18 @@ ROWS = 4
 """Rows of one program."""
 TOKENS = 128
 """Tokens (or convolution chunks, or snapshots) of one program."""
-COLUMNS = 128
-"""Table columns that a program copies at once."""
+COLUMNS = 512
+"""Table columns that a program copies at once, at most."""
 SEARCH = 128
 """Rows that a search for a token's row looks at once."""
 MAX_SEARCH_DECODE = 256
 """The same, at most, for counting the tokens of a decode step."""
-WARPS_DECODE = 4
-"""Warps of a decode program."""
-APART = 0
-"""Whether a decode step's tables are copied by other programs than fill its values: 1 or 0."""
-PROGRAMS = 264
-"""Programs that are worth starting to copy tables: two for each of an H200's 132 multiprocessors."""
+NARROW = 128
+"""Table columns up to which a decode program does better with 2 warps than with 4."""
+PROGRAMS = 1056
+"""Programs that are worth starting to copy tables: eight for each of an H200's 132 multiprocessors."""
 
-MAX_BUCKETS = 1024
+MAX_BUCKETS = 512
 MAX_DESCRIPTORS = 256
 
 
@@ -62,7 +70,11 @@ def fill_triton(step: Step, arena: Arena) -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
-    """What all steps of the same sizes share: the plan's views, the kernel on its grid, and its last arguments."""
+    """What all steps of the same sizes share: the plan's views, the kernel on its grid, and its last arguments.
+
+    A prefill's sizes are rarely those of an earlier one, so that a new bucket has to cost little: compiled kernels,
+    views by rows, and those of state groups, whose snapshots have few sizes, are kept for themselves.
+    """
 
     shared: Shared
     groups: tuple[GroupPlan, ...]
@@ -77,7 +89,7 @@ class Launcher:
     words: [D] int64, a descriptor on the host; those at `varying` are a step's own (`written`: the last such ones),
         the others the arena's.
     powers: whether all block sizes are powers of two, and stand as exponents in the descriptor.
-    state_sizes: the different block sizes of the state groups, in tokens.
+    widest: columns of the widest table, in kernel blocks.
     upload: [D + max_rows] int64 on the device: the descriptor and lengths of a step that needs a copy.
     """
 
@@ -85,11 +97,14 @@ class Launcher:
     words: npt.NDArray[np.int64]
     varying: npt.NDArray[np.int64]
     powers: bool
-    state_sizes: tuple[int, ...]
+    widest: int
     upload: torch.Tensor
     uploaded_lengths: int
     staging: Staging
     buckets: dict[tuple[int, ...], _Bucket]
+    row_views: dict[int, RowViews]
+    state_views: dict[tuple[int, ...], tuple[StatePlan, ...]]
+    compiled: dict[tuple[int | bool, ...], Any]
     descriptors: dict[tuple[int, ...], torch.Tensor]
     written: tuple[int, ...] = ()
 
@@ -106,79 +121,95 @@ class Launcher:
             start = fields + index * per_group
             words[start : start + per_group] = _group_words(group_plan, arena.faults[index], powers)
             varying += range(start + kernels.TABLE.value, start + kernels.IDS_PER_BLOCK.value + 1)
-        states = [group.block_size for group in arena.cache_groups if group.kind is GroupKind.STATE]
+        tables = [plan.block_table for plan in arena.groups if isinstance(plan, PagedPlan)]
         upload = torch.zeros(words.size + arena.max_rows, dtype=torch.int64, device=arena.device)
         return Launcher(
             arena=arena,
             words=words,
             varying=np.array(varying),
             powers=powers,
-            state_sizes=tuple(dict.fromkeys(states)),
+            widest=max([table.shape[1] for table in tables], default=1),
             upload=upload,
             uploaded_lengths=upload.data_ptr() + 8 * words.size,
             staging=Staging(upload.shape[0], words.size, pinned=arena.device.type == "cuda"),
             buckets={},
+            row_views={},
+            state_views={},
+            compiled={},
             descriptors={},
         )
 
     def fill(self, step: Step) -> Plan:
+        bucket = self._bucket_of(step)
+        query, prior = step.query_len.device, step.prior_len.device
+        if query is None or prior is None:
+            descriptor, start = self._send(step), self.uploaded_lengths
+            lengths = (start, start + 4 * step.num_rows)
+        else:
+            descriptor, lengths = self._descriptor(step), (query.data_ptr(), prior.data_ptr())
+        bucket.launch(descriptor, *lengths, step.num_rows, *bucket.arguments)
+        return Plan(Sizes.of(step), bucket.shared, bucket.groups, self.arena.group_of_layer, descriptor)
+
+    def _bucket_of(self, step: Step) -> _Bucket:
         if step.phase is Phase.DECODE:
             key: tuple[int, ...] = (step.padded_rows, step.padded_tokens)
         else:
-            snapshots = [num_snapshots(step, size) for size in self.state_sizes]
+            snapshots = [num_snapshots(step, size) for size in self.arena.state_sizes]
             verify = step.phase is Phase.VERIFY
             key = (step.padded_rows, step.padded_tokens, verify, num_conv_chunks(step), *snapshots)
         bucket = self.buckets.get(key)
         if bucket is None:
-            if len(self.buckets) >= MAX_BUCKETS:
-                self.buckets.clear()
-            bucket = self.buckets[key] = self._bucket(step, *key)
-        query, prior = step.query_len.device, step.prior_len.device
-        if query is None or prior is None:
-            descriptor, start = self._send(step), self.uploaded_lengths
-            bucket.launch(descriptor, start, start + 4 * step.num_rows, step.num_rows, *bucket.arguments)
-        else:
-            descriptor = self._descriptor(step)
-            bucket.launch(descriptor, query.data_ptr(), prior.data_ptr(), step.num_rows, *bucket.arguments)
-        return Plan(Sizes.of(step), bucket.shared, bucket.groups, self.arena.group_of_layer, descriptor)
+            _make_room(self.buckets, MAX_BUCKETS)
+            bucket = self.buckets[key] = self._bucket(step.phase, *key)
+        return bucket
 
-    def _bucket(self, step: Step, rows: int, tokens: int, verify: int = 0, chunks: int = 0, *snapshots: int) -> _Bucket:
-        arena = self.arena
-        by_size = dict(zip(self.state_sizes, snapshots, strict=False))
-        counts = [by_size.get(plan.group.block_size, 0) * (plan.group.kind is GroupKind.STATE) for plan in arena.groups]
-        row_blocks = -(-rows // ROWS)
-        parts = max(1, min(PROGRAMS // (row_blocks * len(counts)), -(-_widest_table(arena) // COLUMNS)))
-        arguments: tuple[int | bool, ...]
-        if step.phase is Phase.DECODE:
-            grid = (-(-max(rows, tokens) // ROWS), len(counts), parts + APART)
+    def _bucket(
+        self, phase: Phase, rows: int, tokens: int, verify: int = 0, chunks: int = 0, *snapshots: int
+    ) -> _Bucket:
+        counts = snapshots or (0,) * len(self.arena.state_sizes)
+        num_groups, row_blocks = len(self.arena.groups), -(-rows // ROWS)
+        columns = min(COLUMNS, max(32, triton.next_power_of_2(self.widest)))
+        parts = max(1, min(PROGRAMS // (row_blocks * num_groups), -(-self.widest // columns)))
+        if phase is Phase.DECODE:
             kernel: Any = kernels.fill_decode
-            search = min(MAX_SEARCH_DECODE, max(32, 1 << (rows - 1).bit_length()))
-            arguments = (rows, tokens, ROWS, COLUMNS, search, self.powers, APART)
-            warps = WARPS_DECODE
+            grid = (-(-max(rows, tokens) // ROWS), num_groups, 1 + parts)
+            search = min(MAX_SEARCH_DECODE, max(32, triton.next_power_of_2(rows)))
+            numbers: tuple[int, ...] = (rows, tokens)
+            constants: tuple[int | bool, ...] = (ROWS, columns, search, self.powers)
+            warps = 2 if columns <= NARROW else 4
         else:
-            items = [tokens, chunks, max(counts)]
-            grid = (sum(-(-count // TOKENS) for count in items) + row_blocks * parts, len(counts), 1)
             kernel = fill_ragged
-            arguments = (rows, *items, row_blocks, parts, bool(verify), TOKENS, ROWS, COLUMNS, SEARCH, self.powers)
+            items = (tokens, chunks, max(counts, default=0))
+            grid = (sum([-(-count // TOKENS) for count in items]) + row_blocks * parts, num_groups, 1)
+            numbers = (rows, *items, row_blocks, parts)
+            constants = (bool(verify), TOKENS, ROWS, columns, SEARCH, self.powers)
             warps = 4
-        address = self.uploaded_lengths
-        return _Bucket(
-            shared_views(arena.shared, rows, tokens, chunks),
-            tuple(
-                group_views(group_plan, rows, tokens, arena.max_context, count)
-                for group_plan, count in zip(arena.groups, counts, strict=True)
-            ),
-            _on_grid(kernel, grid, warps, self.upload, address, address, step.num_rows, *arguments),
-            arguments,
-        )
+        compiled = self.compiled.get(constants)
+        if compiled is None:
+            address = self.uploaded_lengths
+            arguments = (self.upload, address, address, rows, *numbers, *constants)
+            compiled = self.compiled[constants] = _compiled(kernel, warps, *arguments)
+        shared, groups = step_views(self.arena, *self._views(rows, counts), tokens, chunks)
+        return _Bucket(shared, groups, compiled[grid], (*numbers, *constants))
+
+    def _views(self, rows: int, snapshots: tuple[int, ...]) -> tuple[RowViews, tuple[StatePlan, ...]]:
+        of_rows = self.row_views.get(rows)
+        if of_rows is None:
+            _make_room(self.row_views, MAX_BUCKETS)
+            of_rows = self.row_views[rows] = row_views(self.arena, rows, self.arena.max_context)
+        key = (rows, *snapshots)
+        states = self.state_views.get(key)
+        if states is None:
+            _make_room(self.state_views, MAX_BUCKETS)
+            states = self.state_views[key] = state_views(self.arena, rows, snapshots)
+        return of_rows, states
 
     def _descriptor(self, step: Step) -> torch.Tensor:
         """The descriptor on the device of a step whose lengths are there too."""
         key = _varying(step)
         descriptor = self.descriptors.get(key)
         if descriptor is None:
-            if len(self.descriptors) >= MAX_DESCRIPTORS:
-                del self.descriptors[next(iter(self.descriptors))]
+            _make_room(self.descriptors, MAX_DESCRIPTORS)
             _check_not_capturing(self.arena, "tables at addresses not filled from before")
             words = self._words(key)
             staged = self.staging.take()
@@ -241,20 +272,22 @@ def _group_words(group_plan: GroupPlan, faults: torch.Tensor, powers: bool) -> l
     return words
 
 
-def _widest_table(arena: Arena) -> int:
-    return max([plan.block_table.shape[1] for plan in arena.groups if isinstance(plan, PagedPlan)], default=1)
-
-
-def _on_grid(kernel: Any, grid: tuple[int, int, int], warps: int, *arguments: Any) -> Callable[..., None]:
-    """The kernel, compiled for such arguments, as a call that launches it on `grid`.
+def _compiled(kernel: Any, warps: int, *arguments: Any) -> Any:
+    """The kernel, compiled for such arguments; `[grid]` makes a call of it that launches it.
 
     A compiled kernel's own call skips what a JIT call does each time: binding, specialising and looking itself up.
-    It takes the same arguments, and none of them is specialised on here but the descriptor's alignment. Compiles for
-    the current device, which is the arena's wherever a forward runs.
+    It takes the same arguments, and none of them is specialised on here but the descriptor's alignment, so that one
+    serves all sizes. Compiles for the current device, which is the arena's wherever a forward runs.
     """
     if not isinstance(kernel, JITFunction):  # Triton's interpreter
-        return kernel[grid]  # type: ignore[no-any-return]
-    return kernel.warmup(*arguments, grid=grid, num_warps=warps)[grid]  # type: ignore[no-any-return]
+        return kernel
+    return kernel.warmup(*arguments, grid=(1, 1, 1), num_warps=warps)
+
+
+def _make_room(kept: dict[Any, Any], limit: int) -> None:
+    """Forget what has been kept longest where there are as many as the limit."""
+    if len(kept) >= limit:
+        del kept[next(iter(kept))]
 
 
 def _check_not_capturing(arena: Arena, reason: str) -> None:
