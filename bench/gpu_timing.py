@@ -32,18 +32,28 @@ def machine() -> str:
     )
 
 
-def host_us(work: Work, *, repeat: int = 200, warmup: int = 20) -> float:
+def host_us(work: Work) -> float:
     """Median host time of a call to return, in us. The GPU is idle before each call."""
-    for _ in range(warmup):
-        work()
-    times = []
-    for _ in range(repeat):
+    return host_us_in_turn([work])[0]
+
+
+def host_us_in_turn(works: list[Work], *, repeat: int = 200, warmup_s: float = 0.3) -> list[float]:
+    """`host_us` of several works, measured one after the other in every round and warmed up for some seconds together,
+    so that they can be compared: a machine's pace drifts, and a process is slower in its first second."""
+    end = time.perf_counter() + warmup_s
+    while time.perf_counter() < end:
+        for work in works:
+            work()
         torch.cuda.synchronize()
-        start = time.perf_counter_ns()
-        work()
-        times.append(time.perf_counter_ns() - start)
+    times: list[list[int]] = [[] for _ in works]
+    for _ in range(repeat):
+        for work, of_work in zip(works, times, strict=True):
+            torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            work()
+            of_work.append(time.perf_counter_ns() - start)
     torch.cuda.synchronize()
-    return statistics.median(times) / 1000
+    return [statistics.median(of_work) / 1000 for of_work in times]
 
 
 def graph_us(works: list[Work], *, repeat: int = 20, rounds: int = 1) -> float:

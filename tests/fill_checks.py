@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import torch
 
-from stepbind.groups import CacheGroup
-from stepbind.plan import Arena, PagedPlan, Plan, build_plan, make_arena
-from stepbind.step import BlockTable, Lengths, Step
+from stepbind.groups import CacheGroup, GroupKind
+from stepbind.plan import Arena, GroupPlan, PagedPlan, Plan, build_plan, make_arena
+from stepbind.step import BlockTable, Granularity, Lengths, Phase, Step, make_step
 from tests.plan.test_fill import assert_plan_equals_reference
+from tests.random_steps import random_table
 
 
 def on_device(step: Step, device: torch.device | str, *, device_lengths: bool) -> Step:
@@ -54,6 +56,67 @@ def check_fill(step: Step, arena: Arena) -> None:
     plan = build_plan(step, arena, strict=False, triton=True)
     assert_plan_equals_reference(step, _narrowed(step, plan), arena)
     _check_rest_untouched(step, plan, arena)
+
+
+def check_fills_in_a_row(device: torch.device | str, count: int) -> Arena:
+    """Fills whose lengths, counts and tables change, queued one after the other with no look at any result: each plan,
+    copied behind its fill, equals the reference. Lengths and tables that only the fill reads are let go of at once,
+    and other allocations take their memory."""
+    rng = random.Random(count)
+    groups = (
+        CacheGroup("attention", GroupKind.ATTENTION, (0,), 8, 4, 500),
+        CacheGroup("latent", GroupKind.LATENT, (1,), 16, 4, 500),
+        CacheGroup("state", GroupKind.STATE, (2,), 8, 8, 500),
+    )
+    arena = make_arena(groups, max_rows=24, max_tokens=24 * 9, max_context=64, device=device)
+    blocks = {g.name: random_table(rng, g, 24, 16, Granularity.PHYSICAL, False).to(device) for g in groups}
+    filled: list[tuple[Step, Plan]] = []
+    for _ in range(count):
+        phase, rows = rng.choice(list(Phase)), rng.randint(1, 24)
+        most = {Phase.PREFILL: 9, Phase.VERIFY: 3, Phase.DECODE: 1}[phase]
+        query, prior = [rng.randint(1, most) for _ in range(rows)], [rng.randint(0, 50) for _ in range(rows)]
+        step = make_step(groups, phase, query, prior, {name: of[:rows] for name, of in blocks.items()})
+        filled.append((step, _copied(build_plan(_passing(step, rng), arena, strict=False, triton=True))))
+        for size in (rows, 4 * rows, 16 * rows):
+            torch.full((size,), -(2**30), dtype=torch.int32, device=device)
+    for step, plan in filled:
+        assert_plan_equals_reference(step, _narrowed(step, plan), arena)
+    return arena
+
+
+def _passing(step: Step, rng: random.Random) -> Step:
+    """The step, half the time with device lengths and a quarter with tables that nothing else holds."""
+
+    def lengths(of: Lengths) -> Lengths:
+        values = torch.from_numpy(of.host)
+        if step.device.type == "cuda":
+            values = values.pin_memory()
+        return Lengths(of.host, values.to(step.device, non_blocking=True, copy=True))
+
+    if rng.random() < 0.5:
+        step = dataclasses.replace(step, query_len=lengths(step.query_len), prior_len=lengths(step.prior_len))
+    if rng.random() < 0.25:
+        tables = tuple(dataclasses.replace(table, blocks=table.blocks.clone()) for table in step.tables)
+        step = dataclasses.replace(step, tables=tables)
+    return step
+
+
+def _copied(plan: Plan) -> Plan:
+    """The plan on tensors of its own."""
+
+    def copied(values: object) -> dict[str, object]:
+        return {name: of.clone() if isinstance(of, torch.Tensor) else of for name, of in vars(values).items()}
+
+    groups: list[GroupPlan] = []
+    for group in plan.groups:
+        if isinstance(group, PagedPlan):
+            groups.append(dataclasses.replace(group, **copied(group)))
+        else:
+            snapshots = dataclasses.replace(group.snapshots, **copied(group.snapshots))
+            groups.append(dataclasses.replace(group, **{**copied(group), "snapshots": snapshots}))
+    return dataclasses.replace(
+        plan, shared=dataclasses.replace(plan.shared, **copied(plan.shared)), groups=tuple(groups)
+    )
 
 
 def _narrowed(step: Step, plan: Plan) -> Plan:

@@ -12,13 +12,15 @@ from stepbind.groups import CacheGroup, GroupKind
 from stepbind.step import Granularity, Phase, Step, make_step
 
 BLOCK_SIZES = (1, 2, 3, 5, 8, 16, 48, 64)
+RATIOS = (1, 1, 2, 3, 4, 16, 64)
 
 
 def random_groups(rng: random.Random, count: int) -> list[CacheGroup]:
-    groups = []
+    """Half the time all block sizes are powers of two, which the fill kernels treat in a way of their own."""
+    powers, groups = rng.random() < 0.5, []
+    sizes, ratios = [[n for n in of if not powers or n & (n - 1) == 0] for of in (BLOCK_SIZES, RATIOS)]
     for index in range(count):
-        kernel = rng.choice(BLOCK_SIZES)
-        ratio = rng.choice((1, 1, 2, 3, 4, 16, 64))
+        kernel, ratio = rng.choice(sizes), rng.choice(ratios)
         groups.append(
             CacheGroup(
                 name=f"group{index}",

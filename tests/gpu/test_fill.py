@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.plan import PagedPlan, build_plan, make_arena
-from stepbind.step import BlockTable, Lengths, Phase, Step
-from tests.fill_checks import check_fill, on_device, poisoned_arena
+from stepbind.step import BlockTable, BlockTables, Lengths, Phase, Step
+from tests.fill_checks import check_fill, check_fills_in_a_row, on_device, poisoned_arena
 from tests.random_steps import bounded_step, steps
 
 
@@ -19,6 +21,10 @@ from tests.random_steps import bounded_step, steps
 def test_the_fill_kernels_equal_the_reference(step: Step, device_lengths: bool) -> None:
     step = on_device(step, "cuda", device_lengths=device_lengths)
     check_fill(step, poisoned_arena(step))
+
+
+def test_fills_that_nothing_waits_between_do_not_disturb_each_other() -> None:
+    check_fills_in_a_row("cuda", 600)
 
 
 GROUPS = (
@@ -36,6 +42,33 @@ def hybrid_step(phase: Phase, rows: int, query: int, prior: int, *, device_lengt
     ids = torch.arange(1, rows * columns + 1, dtype=torch.int32, device="cuda").reshape(rows, columns)
     tables = tuple(BlockTable(group, ids.clone()) for group in GROUPS)
     return Step(phase, lengths(query), lengths(prior), tables)
+
+
+def test_lengths_that_wait_for_a_busy_gpu_are_their_own_steps() -> None:
+    """The host is hundreds of steps ahead: no copy has left its pinned memory when the next step writes its own."""
+    rng, rows, count = random.Random(0), 20, 250
+    arena = make_arena(GROUPS, max_rows=rows, max_tokens=rows * 64, max_context=512, device="cuda")
+    tables = BlockTables(hybrid_step(Phase.PREFILL, rows, 64, 447, device_lengths=False).tables)
+    seen = torch.zeros(count, rows, dtype=torch.int32, device="cuda")
+
+    def fill(into: torch.Tensor) -> list[int]:
+        query, prior = ([rng.randint(low, high) for _ in range(rows)] for low, high in ((1, 64), (0, 400)))
+        step = Step(Phase.PREFILL, Lengths.of(query), Lengths.of(prior), tables)
+        into.copy_(build_plan(step, arena, strict=False).shared.context_len)
+        return [new + old for new, old in zip(query, prior, strict=True)]
+
+    fill(seen[0])  # compiles the kernel
+    launcher = arena.launcher
+    assert launcher is not None
+    for is_busy in (True, False):
+        torch.cuda.synchronize()
+        seen.fill_(-1)
+        if is_busy:
+            torch.cuda._sleep(10**9)  # about half a second
+        expected = [fill(into) for into in seen]
+        pages = len(launcher.staging._pages)
+        assert seen.tolist() == expected
+        assert pages > 1
 
 
 def events_of_a_fill(step: Step) -> tuple[list[str], int]:

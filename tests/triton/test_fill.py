@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import patch
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepbind.groups import CacheGroup, GroupKind
-from stepbind.plan import Arena, PagedPlan, StatePlan, build_plan, make_arena
+from stepbind.plan import Arena, PagedPlan, StatePlan, build_plan, fill_triton, make_arena
+from stepbind.plan.staging import SLOTS_OF_A_PAGE
 from stepbind.step import BlockTable, Lengths, Phase, Step, make_step
-from tests.fill_checks import check_fill, on_device, poisoned_arena
+from tests.fill_checks import check_fill, check_fills_in_a_row, on_device, poisoned_arena
 from tests.random_steps import bounded_step, steps
 
 
 @settings(max_examples=40)
-@given(steps() | st.integers(0, 2**32).map(bounded_step), st.booleans())
-def test_the_fill_kernels_equal_the_reference(step: Step, device_lengths: bool) -> None:
-    check_fill(on_device(step, "cpu", device_lengths=device_lengths), poisoned_arena(step))
+@given(
+    steps() | st.integers(0, 2**32).map(bounded_step),
+    st.booleans(),
+    st.sampled_from([64, 512]),
+    st.sampled_from([8, 1056]),
+)
+def test_the_fill_kernels_equal_the_reference(step: Step, device_lengths: bool, columns: int, programs: int) -> None:
+    """However many columns a program copies at once, and however many programs share a row's."""
+    with patch.multiple(fill_triton, COLUMNS=columns, PROGRAMS=programs):
+        check_fill(on_device(step, "cpu", device_lengths=device_lengths), poisoned_arena(step))
+
+
+def test_fills_in_a_row_do_not_disturb_each_other() -> None:
+    check_fills_in_a_row("cpu", SLOTS_OF_A_PAGE + 2)
 
 
 @settings(max_examples=30)
@@ -57,6 +70,37 @@ def test_a_step_at_known_addresses_and_sizes_makes_no_tensor() -> None:
     assert any(again.descriptor is descriptor for descriptor in descriptors.values())
 
 
+def test_a_prefill_of_new_counts_compiles_nothing_and_keeps_the_views_of_its_rows() -> None:
+    blocks = torch.arange(1, 9, dtype=torch.int32).reshape(2, 4)
+    tables = {"attention": blocks, "state": blocks.clone()}
+    arena = make_arena((ATTENTION, STATE), max_rows=2, max_tokens=20, max_context=16)
+    plans = []
+    for query in ([3, 7], [2, 6], [4, 5], [9, 9]):
+        step = make_step((ATTENTION, STATE), Phase.PREFILL, query, [0, 1], tables)
+        plans.append(build_plan(step, arena, triton=True))
+    launcher = arena.launcher
+    assert launcher is not None
+    assert (len(launcher.buckets), len(launcher.compiled)) == (4, 1)
+    assert len({id(plan.shared.query_len) for plan in plans}) == 1
+    assert [plan.shared.position.shape[0] for plan in plans] == [10, 8, 9, 18]
+    # Boundaries at 4 and 8 tokens: as many in the first three steps, one more in the last one's first row.
+    states = [plan.groups[1] for plan in plans]
+    assert states[0] is states[1] is states[2]
+    assert [state.snapshots.row.shape[0] for state in states if isinstance(state, StatePlan)] == [1, 1, 1, 4]
+
+
+def test_what_is_kept_for_many_sizes_is_bounded() -> None:
+    arena = make_arena((ATTENTION, STATE), max_rows=8, max_tokens=8, max_context=16)
+    with patch.multiple(fill_triton, MAX_BUCKETS=3, MAX_DESCRIPTORS=3):
+        for rows in (1, 2, 3, 4, 5, 6, 1):
+            plan = build_plan(decode_step([3] * rows), arena, triton=True)
+            assert plan.shared.context_len.tolist() == [4] * rows
+    launcher = arena.launcher
+    assert launcher is not None
+    assert [len(of) for of in (launcher.buckets, launcher.row_views, launcher.state_views)] == [3, 3, 3]
+    assert len(launcher.descriptors) <= 3
+
+
 def test_a_replayed_launch_sees_what_the_host_changed_in_place() -> None:
     """What a captured graph does: the same kernel on the same descriptor, with other lengths and tables in them."""
     arena, step = arena_for_decode(), decode_step([3, 5, 6])
@@ -70,7 +114,8 @@ def test_a_replayed_launch_sees_what_the_host_changed_in_place() -> None:
     launcher = arena.launcher
     assert launcher is not None
     bucket = next(iter(launcher.buckets.values()))
-    bucket.launch(plan.descriptor, 3, *bucket.arguments)
+    query, prior = step.query_len.device, step.prior_len.device
+    bucket.launch(plan.descriptor, query.data_ptr(), prior.data_ptr(), 3, *bucket.arguments)
     paged, state = plan.groups
     assert isinstance(paged, PagedPlan)
     assert isinstance(state, StatePlan)
@@ -79,6 +124,19 @@ def test_a_replayed_launch_sees_what_the_host_changed_in_place() -> None:
     assert paged.slot.tolist() == [77 * 4, 11 * 4 + 1, -1]
     assert state.state_read.tolist() == [1, 11, -1]
     assert state.state_write.tolist() == [78, 11, -1]
+
+
+def test_lengths_that_the_host_alone_has_are_sent_anew_in_every_step() -> None:
+    blocks = torch.arange(1, 9, dtype=torch.int32).reshape(2, 4)
+    tables = {"attention": blocks, "state": blocks.clone()}
+    arena = make_arena((ATTENTION, STATE), max_rows=2, max_tokens=20, max_context=16)
+    for length in range(SLOTS_OF_A_PAGE + 2):
+        query, prior = [length % 9 + 1, length % 5 + 1], [length % 7, length % 11]
+        step = make_step((ATTENTION, STATE), Phase.PREFILL, query, prior, tables)
+        plan = build_plan(step, arena, triton=True)
+        assert plan.shared.query_len.tolist() == query
+        assert plan.shared.prior_len.tolist() == prior
+        assert plan.shared.query_start.tolist() == [0, query[0], sum(query)]
 
 
 def test_descriptors_of_moved_tables_do_not_disturb_each_other() -> None:

@@ -104,7 +104,7 @@ def test_the_gpus_fill_stores_shared_values_for_the_first_group_alone(monkeypatc
 
         return store
 
-    for name in ("_store_rows", "_store_tokens"):
+    for name in ("store_rows", "store_tokens"):
         monkeypatch.setattr(fill_kernels, name, counted(name))
     counts = []
     for count in MANY:

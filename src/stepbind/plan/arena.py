@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from stepbind.errors import StepError
 from stepbind.groups import CacheGroup, GroupKind, check_groups
 from stepbind.plan.plan import CONV_CHUNK, GroupPlan, PagedPlan, Plan, Shared, Sizes, Snapshots, StatePlan
-from stepbind.step import Phase, Step
+from stepbind.step import FEW_ROWS, Phase, Step
 
 if TYPE_CHECKING:
     from stepbind.plan.fill_triton import Launcher
@@ -23,8 +22,9 @@ class Arena:
     """Buffers for steps of up to `max_rows` rows, `max_tokens` tokens and `max_context` tokens a row.
 
     `shared` and `groups` are a plan's values at full size; `faults` [G, 2] int32 holds, per group, how many
-    block table entries were needed but missing or out of range, and the lowest row that needed one. `launcher` is
-    what the Triton fill keeps between steps, made when it first runs.
+    block table entries were needed but missing or out of range, and the lowest row that needed one. state_sizes:
+    the different block sizes of the state groups, in tokens. `launcher` is what the Triton fill keeps between steps,
+    made when it first runs.
     """
 
     max_rows: int
@@ -36,6 +36,7 @@ class Arena:
     group_of_layer: dict[int, int]
     faults: torch.Tensor
     cache_groups: tuple[CacheGroup, ...]
+    state_sizes: tuple[int, ...]
     launcher: Launcher | None = None
 
 
@@ -104,6 +105,7 @@ def make_arena(
         group_of_layer={layer: i for i, group in enumerate(cache_groups) for layer in group.layers},
         faults=faults,
         cache_groups=cache_groups,
+        state_sizes=tuple({group.block_size: None for group in cache_groups if group.kind is GroupKind.STATE}),
     )
 
 
@@ -113,21 +115,68 @@ def plan_views(arena: Arena, step: Step) -> Plan:
     Raises `StepError` where the step is larger than the arena, is on another device, or has other groups.
     """
     check_fits(arena, step)
-    groups = tuple(
-        group_views(buffers, step.padded_rows, step.padded_tokens, step.max_context, num_snapshots(step, buffers.group))
-        for buffers in arena.groups
-    )
-    shared = shared_views(arena.shared, step.padded_rows, step.padded_tokens, num_conv_chunks(step))
+    rows, tokens = step.padded_rows, step.padded_tokens
+    of_rows = row_views(arena, rows, step.max_context)
+    states = state_views(arena, rows, [num_snapshots(step, size) for size in arena.state_sizes])
+    shared, groups = step_views(arena, of_rows, states, tokens, num_conv_chunks(step))
     return Plan(Sizes.of(step), shared, groups, arena.group_of_layer)
 
 
-def shared_views(full: Shared, rows: int, tokens: int, chunks: int) -> Shared:
-    return Shared(
+@dataclass(frozen=True, eq=False)
+class RowViews:
+    """What a step has in common with all others of as many rows. tables: block_table and physical_table of each paged
+    group."""
+
+    query_start: torch.Tensor
+    query_len: torch.Tensor
+    prior_len: torch.Tensor
+    context_len: torch.Tensor
+    has_prior: torch.Tensor
+    tables: tuple[tuple[torch.Tensor, torch.Tensor | None], ...]
+
+
+def row_views(arena: Arena, rows: int, max_context: int) -> RowViews:
+    full = arena.shared
+
+    def tables(plan: PagedPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
+        blocks, physical = plan.block_table[:rows, : -(-max_context // plan.group.kernel_block_size)], None
+        if plan.physical_table is not None:
+            physical = plan.physical_table[:rows, : -(-max_context // plan.group.block_size)]
+        return blocks, physical
+
+    return RowViews(
         query_start=full.query_start[: rows + 1],
         query_len=full.query_len[:rows],
         prior_len=full.prior_len[:rows],
         context_len=full.context_len[:rows],
         has_prior=full.has_prior[:rows],
+        tables=tuple([tables(plan) for plan in arena.groups if isinstance(plan, PagedPlan)]),
+    )
+
+
+def state_views(arena: Arena, rows: int, snapshots: Sequence[int]) -> tuple[StatePlan, ...]:
+    """The state groups' plans, with so many snapshots for each of `arena.state_sizes`."""
+
+    def views(full: StatePlan, count: int) -> StatePlan:
+        kept = full.snapshots
+        kept = Snapshots(kept.row[:count], kept.offset[:count], kept.slot[:count])
+        return StatePlan(full.group, full.state_read[:rows], full.state_write[:rows], kept)
+
+    count_of = dict(zip(arena.state_sizes, snapshots, strict=True))
+    return tuple([views(g, count_of[g.group.block_size]) for g in arena.groups if isinstance(g, StatePlan)])
+
+
+def step_views(
+    arena: Arena, of_rows: RowViews, states: tuple[StatePlan, ...], tokens: int, chunks: int
+) -> tuple[Shared, tuple[GroupPlan, ...]]:
+    """All values of a step of so many tokens and convolution chunks."""
+    full = arena.shared
+    shared = Shared(
+        query_start=of_rows.query_start,
+        query_len=of_rows.query_len,
+        prior_len=of_rows.prior_len,
+        context_len=of_rows.context_len,
+        has_prior=of_rows.has_prior,
         row_of_token=full.row_of_token[:tokens],
         position=full.position[:tokens],
         span_start=full.span_start[:tokens],
@@ -135,38 +184,37 @@ def shared_views(full: Shared, rows: int, tokens: int, chunks: int) -> Shared:
         conv_chunk_row=full.conv_chunk_row[:chunks],
         conv_chunk_index=full.conv_chunk_index[:chunks],
     )
-
-
-def group_views(full: GroupPlan, rows: int, tokens: int, max_context: int, snapshots: int) -> GroupPlan:
-    group = full.group
-    if isinstance(full, StatePlan):
-        kept = full.snapshots
-        kept = Snapshots(kept.row[:snapshots], kept.offset[:snapshots], kept.slot[:snapshots])
-        return StatePlan(group, full.state_read[:rows], full.state_write[:rows], kept)
-    columns = -(-max_context // group.kernel_block_size)
-    physical = full.physical_table
-    if physical is not None:
-        physical = physical[:rows, : -(-max_context // group.block_size)]
-    return PagedPlan(group, full.slot[:tokens], full.block_table[:rows, :columns], physical)
+    tables, left = iter(of_rows.tables), iter(states)
+    groups: list[GroupPlan] = [
+        PagedPlan(plan.group, plan.slot[:tokens], *next(tables)) if isinstance(plan, PagedPlan) else next(left)
+        for plan in arena.groups
+    ]
+    return shared, tuple(groups)
 
 
 def num_conv_chunks(step: Step) -> int:
     """Convolution programs of a step: ceil(query_len / CONV_CHUNK) a row outside of decode."""
     if step.phase is Phase.DECODE:
         return 0
-    return int((-(-step.query_len.host // CONV_CHUNK)).sum())
+    query = step.query_len.host
+    if step.num_rows <= FEW_ROWS:
+        return sum([-(-new // CONV_CHUNK) for new in query.tolist()])
+    return -int((-query // CONV_CHUNK).sum())
 
 
-def num_snapshots(step: Step, group: CacheGroup) -> int:
-    """Snapshots of a state group: block boundaries strictly inside each row's new tokens; in verify, all tokens of a
-    row but its last; none in decode and in other groups."""
-    if step.phase is Phase.DECODE or step.is_dummy or group.kind is not GroupKind.STATE:
+def num_snapshots(step: Step, block_size: int) -> int:
+    """Snapshots of a state group of `block_size` tokens a block: block boundaries strictly inside each row's new
+    tokens; in verify, all tokens of a row but its last; none in decode."""
+    if step.phase is Phase.DECODE or step.is_dummy:
         return 0
     if step.phase is Phase.VERIFY:
         return step.num_tokens - step.num_rows
-    first = step.prior_len.host.astype(np.int64)
-    last = first + step.query_len.host - 1
-    return int((last // group.block_size - first // group.block_size).sum())
+    query, prior = step.query_len.host, step.prior_len.host
+    if step.num_rows <= FEW_ROWS:
+        pairs = zip(query.tolist(), prior.tolist(), strict=True)
+        return sum([(old + new - 1) // block_size - old // block_size for new, old in pairs])
+    last = prior + (query - 1)  # both fit, as their sum does
+    return int((last // block_size - prior // block_size).sum())
 
 
 def check_fits(arena: Arena, step: Step) -> None:

@@ -13,25 +13,22 @@ import triton
 import triton.language as tl
 
 from stepbind.plan.arena import NO_FAULT_ROW
-from stepbind.plan.plan import CONV_CHUNK
 
 # Fields of the descriptor: first the step's, then GROUP_FIELDS for each group. Pointers are addresses, strides count
-# elements.
-QUERY_LEN = tl.constexpr(0)
-PRIOR_LEN = tl.constexpr(1)
-ROTARY = tl.constexpr(2)  # the host's rotary positions, 0 = none given
-ROTARY_BYTES = tl.constexpr(3)  # of one position
-OUT_QUERY_START = tl.constexpr(4)
-OUT_QUERY_LEN = tl.constexpr(5)
-OUT_PRIOR_LEN = tl.constexpr(6)
-OUT_CONTEXT_LEN = tl.constexpr(7)
-OUT_HAS_PRIOR = tl.constexpr(8)
-OUT_ROW_OF_TOKEN = tl.constexpr(9)
-OUT_POSITION = tl.constexpr(10)
-OUT_SPAN_START = tl.constexpr(11)
-OUT_SPAN_END = tl.constexpr(12)
-OUT_CHUNK_ROW = tl.constexpr(13)
-OUT_CHUNK_INDEX = tl.constexpr(14)
+# elements. Where the lengths are is an argument: everything else waits for them, and a field is one load later.
+ROTARY = tl.constexpr(0)  # the host's rotary positions, 0 = none given
+ROTARY_BYTES = tl.constexpr(1)  # of one position
+OUT_QUERY_START = tl.constexpr(2)
+OUT_QUERY_LEN = tl.constexpr(3)
+OUT_PRIOR_LEN = tl.constexpr(4)
+OUT_CONTEXT_LEN = tl.constexpr(5)
+OUT_HAS_PRIOR = tl.constexpr(6)
+OUT_ROW_OF_TOKEN = tl.constexpr(7)
+OUT_POSITION = tl.constexpr(8)
+OUT_SPAN_START = tl.constexpr(9)
+OUT_SPAN_END = tl.constexpr(10)
+OUT_CHUNK_ROW = tl.constexpr(11)
+OUT_CHUNK_INDEX = tl.constexpr(12)
 STEP_FIELDS = tl.constexpr(16)  # 128 bytes, a cache line, as GROUP_FIELDS are
 
 IS_STATE = tl.constexpr(0)
@@ -57,105 +54,100 @@ OUT_SNAPSHOT_OFFSET = tl.constexpr(14)
 OUT_SNAPSHOT_SLOT = tl.constexpr(15)
 GROUP_FIELDS = tl.constexpr(16)
 
-# What a search through the rows counts in each of them.
-COUNT_TOKENS = tl.constexpr(0)
-COUNT_CONV_CHUNKS = tl.constexpr(1)
-COUNT_BOUNDARIES = tl.constexpr(2)
-COUNT_DRAFTS = tl.constexpr(3)
-
-_CONV_CHUNK = tl.constexpr(CONV_CHUNK)
 _NO_ROW = tl.constexpr(NO_FAULT_ROW)
 
 
 @triton.jit
-def _i32(desc, field):
+def i32(desc, field):
     """A field as a number below 2**31."""
     return tl.load(desc + field).to(tl.int32)
 
 
 @triton.jit
-def _int32_at(desc, field):
-    return tl.load(desc + field).to(tl.pointer_type(tl.int32))
+def int32(address):
+    return address.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _lengths(desc, row, num_rows):
+def int32_at(desc, field):
+    return int32(tl.load(desc + field))
+
+
+@triton.jit
+def lengths(query_len, prior_len, row, num_rows):
     """query_len and prior_len of rows; 0 past the last one."""
     live = row < num_rows
-    query = tl.load(_int32_at(desc, QUERY_LEN) + row, mask=live, other=0)
-    return query, tl.load(_int32_at(desc, PRIOR_LEN) + row, mask=live, other=0)
+    query = tl.load(int32(query_len) + row, mask=live, other=0)
+    return query, tl.load(int32(prior_len) + row, mask=live, other=0)
 
 
 @triton.jit
-def _physical_entry(group, row, column, wanted):
+def divided(x, divisor, POWERS: tl.constexpr):
+    """x // divisor, for x >= 0. With POWERS, `divisor` is a power's exponent: a division takes as long as a load."""
+    return x >> divisor if POWERS else x // divisor
+
+
+@triton.jit
+def times(x, factor, POWERS: tl.constexpr):
+    return x << factor if POWERS else x * factor
+
+
+@triton.jit
+def blocks(context, size, POWERS: tl.constexpr):
+    """Blocks that so many tokens lie in."""
+    return tl.where(context > 0, divided(context - 1, size, POWERS) + 1, 0)
+
+
+@triton.jit
+def table_fields(group, POWERS: tl.constexpr):
+    """What finding and judging an entry of a group's table takes, loaded together and ahead of its use."""
+    size, kernel_size, ids = i32(group, BLOCK_SIZE), i32(group, KERNEL_BLOCK_SIZE), i32(group, IDS_PER_BLOCK)
+    table, columns = int32_at(group, TABLE), tl.load(group + TABLE_COLUMNS)
+    row_stride, column_stride = tl.load(group + TABLE_ROW_STRIDE), tl.load(group + TABLE_COLUMN_STRIDE)
+    first_block, num_blocks = i32(group, FIRST_BLOCK), i32(group, NUM_BLOCKS)
+    # A table in kernel blocks has an entry for each; in one of physical blocks, `shared` of them share an entry.
+    shared = size - kernel_size - ids if POWERS else size // kernel_size // ids
+    return size, kernel_size, ids, shared, table, columns, row_stride, column_stride, first_block, num_blocks
+
+
+@triton.jit
+def physical_entry(table_of, row, column, wanted, POWERS: tl.constexpr):
     """Physical block at (row, column in physical blocks) where `wanted`, else -1; and whether the id is beyond the
     pool. -1 too where the table has no such column, and for ids outside the pool."""
-    ids = _i32(group, IDS_PER_BLOCK)
-    inside = wanted & (column >= 0) & (column.to(tl.int64) * ids < tl.load(group + TABLE_COLUMNS))
-    at = row.to(tl.int64) * tl.load(group + TABLE_ROW_STRIDE)
-    at += column.to(tl.int64) * ids * tl.load(group + TABLE_COLUMN_STRIDE)
-    entry = tl.load(_int32_at(group, TABLE) + at, mask=inside, other=-1)
-    block = entry // ids
-    beyond = (entry < -1) | ((entry >= 0) & (block >= _i32(group, NUM_BLOCKS)))
-    good = (entry >= 0) & (block >= _i32(group, FIRST_BLOCK)) & (block < _i32(group, NUM_BLOCKS))
+    _, _, ids, _, table, columns, row_stride, column_stride, first_block, num_blocks = table_of
+    table_column = times(column.to(tl.int64), ids, POWERS)
+    inside = wanted & (column >= 0) & (table_column < columns)
+    entry = tl.load(table + row.to(tl.int64) * row_stride + table_column * column_stride, mask=inside, other=-1)
+    block = divided(entry, ids, POWERS)
+    beyond = (entry < -1) | ((entry >= 0) & (block >= num_blocks))
+    good = (entry >= 0) & (block >= first_block) & (block < num_blocks)
     return tl.where(good, block, -1), beyond
 
 
 @triton.jit
-def _kernel_entry(group, row, column, wanted):
+def kernel_entry(table_of, row, column, wanted, POWERS: tl.constexpr):
     """Kernel block at (row, column in kernel blocks) where `wanted`, else -1."""
-    ratio = _i32(group, BLOCK_SIZE) // _i32(group, KERNEL_BLOCK_SIZE)
-    ids = _i32(group, IDS_PER_BLOCK)
-    # A table in kernel blocks has the entry itself; in one of physical blocks, `ratio` columns share an entry.
-    shared = ratio // ids
-    table_column = column // shared
-    inside = wanted & (table_column < tl.load(group + TABLE_COLUMNS))
-    at = row.to(tl.int64) * tl.load(group + TABLE_ROW_STRIDE)
-    at += table_column.to(tl.int64) * tl.load(group + TABLE_COLUMN_STRIDE)
-    entry = tl.load(_int32_at(group, TABLE) + at, mask=inside, other=-1)
-    block = entry // ids
-    good = (entry >= 0) & (block >= _i32(group, FIRST_BLOCK)) & (block < _i32(group, NUM_BLOCKS))
-    return tl.where(good, entry * shared + column % shared, -1)
+    _, _, ids, shared, table, columns, row_stride, column_stride, first_block, num_blocks = table_of
+    table_column = divided(column, shared, POWERS)
+    inside = wanted & (table_column < columns)
+    at = row.to(tl.int64) * row_stride + table_column.to(tl.int64) * column_stride
+    entry = tl.load(table + at, mask=inside, other=-1)
+    block = divided(entry, ids, POWERS)
+    good = (entry >= 0) & (block >= first_block) & (block < num_blocks)
+    inner = column - times(table_column, shared, POWERS)
+    return tl.where(good, times(entry, shared, POWERS) + inner, -1)
 
 
 @triton.jit
-def _report(group, faults, row):
-    """Count the faults of some rows, and note the lowest row that has one."""
-    count = tl.sum(faults, axis=0)
-    if count > 0:
-        lowest = tl.min(tl.where(faults > 0, row, _NO_ROW), axis=0)
-        out = _int32_at(group, FAULTS)
-        tl.atomic_add(out, count)
-        tl.atomic_min(out + 1, lowest)
+def report(group, faults, row):
+    """Count the faults of some rows, and note the lowest row that has one. Nothing is summed for rows without."""
+    out = int32_at(group, FAULTS) + tl.zeros_like(row)
+    tl.atomic_add(out, faults, mask=faults > 0, sem="relaxed")
+    tl.atomic_min(out + 1, row, mask=faults > 0, sem="relaxed")
 
 
 @triton.jit
-def _find_rows(desc, index, num_rows, block_size, WHAT: tl.constexpr, ROWS: tl.constexpr):
-    """For items laid out row after row: the row of each `index`, the index of that row's first item, and how many
-    items there are. An index past the last item gets a row past the last one."""
-    row = tl.zeros_like(index)
-    start = tl.zeros_like(index)
-    total = 0
-    for first in range(0, num_rows, ROWS):
-        query, prior = _lengths(desc, first + tl.arange(0, ROWS), num_rows)
-        if WHAT == COUNT_TOKENS:
-            count = query
-        elif WHAT == COUNT_CONV_CHUNKS:
-            count = (query + _CONV_CHUNK - 1) // _CONV_CHUNK
-        elif WHAT == COUNT_BOUNDARIES:
-            count = tl.where(query > 0, (prior + query - 1) // block_size - prior // block_size, 0)
-        else:
-            count = tl.maximum(query - 1, 0)
-        end = total + tl.cumsum(count, axis=0)
-        passed = end[None, :] <= index[:, None]
-        row += tl.sum(passed.to(tl.int32), axis=1)
-        start = tl.maximum(start, tl.max(tl.where(passed, end[None, :], 0), axis=1))
-        total += tl.sum(count, axis=0)
-    return row, start, total
-
-
-@triton.jit
-def _store_tokens(desc, token, row, start, position, real, stored):
+def store_tokens(desc, token, row, start, position, real, stored):
     """Shared values of tokens; those that are not real are padding."""
     rotary = tl.load(desc + ROTARY)
     value = position.to(tl.int64)
@@ -163,229 +155,130 @@ def _store_tokens(desc, token, row, start, position, real, stored):
         if tl.load(desc + ROTARY_BYTES) == 8:
             value = tl.load(rotary.to(tl.pointer_type(tl.int64)) + token, mask=real & stored, other=0)
         else:
-            value = tl.load(rotary.to(tl.pointer_type(tl.int32)) + token, mask=real & stored, other=0).to(tl.int64)
-    tl.store(_int32_at(desc, OUT_ROW_OF_TOKEN) + token, tl.where(real, row, -1), mask=stored)
+            value = tl.load(int32(rotary) + token, mask=real & stored, other=0).to(tl.int64)
+    tl.store(int32_at(desc, OUT_ROW_OF_TOKEN) + token, tl.where(real, row, -1), mask=stored)
     out_position = tl.load(desc + OUT_POSITION).to(tl.pointer_type(tl.int64))
     tl.store(out_position + token, tl.where(real, value, 0), mask=stored)
-    tl.store(_int32_at(desc, OUT_SPAN_START) + token, tl.where(real, start, 0), mask=stored)
-    tl.store(_int32_at(desc, OUT_SPAN_END) + token, tl.where(real, token + 1, 0), mask=stored)
+    tl.store(int32_at(desc, OUT_SPAN_START) + token, tl.where(real, start, 0), mask=stored)
+    tl.store(int32_at(desc, OUT_SPAN_END) + token, tl.where(real, token + 1, 0), mask=stored)
 
 
 @triton.jit
-def _store_slots(group, token, row, position, real, stored):
-    """Token slots of a paged group."""
-    size = _i32(group, KERNEL_BLOCK_SIZE)
-    block = _kernel_entry(group, row, position // size, real)
-    slot = block.to(tl.int64) * size + position % size
-    out = tl.load(group + OUT_SLOT).to(tl.pointer_type(tl.int64))
-    tl.store(out + token, tl.where(block >= 0, slot, -1), mask=stored)
+def slots(table_of, row, position, real, POWERS: tl.constexpr):
+    """Token slots in a paged group; -1 where there is no block, or no token."""
+    kernel_size = table_of[1]
+    column = divided(position, kernel_size, POWERS)
+    block = kernel_entry(table_of, row, column, real, POWERS)
+    offset = position - times(column, kernel_size, POWERS)
+    return tl.where(block >= 0, times(block.to(tl.int64), kernel_size, POWERS) + offset, -1)
 
 
 @triton.jit
-def _store_rows(desc, row, query, prior, start, padded_rows):
+def store_rows(desc, row, query, prior, start, padded_rows):
     """Shared values of rows; `start` is the index of each row's first token."""
     stored = row < padded_rows
-    out_start = _int32_at(desc, OUT_QUERY_START)
+    out_start = int32_at(desc, OUT_QUERY_START)
     tl.store(out_start + row, 0, mask=row == 0)
     tl.store(out_start + row + 1, start + query, mask=stored)
-    tl.store(_int32_at(desc, OUT_QUERY_LEN) + row, query, mask=stored)
-    tl.store(_int32_at(desc, OUT_PRIOR_LEN) + row, prior, mask=stored)
-    tl.store(_int32_at(desc, OUT_CONTEXT_LEN) + row, prior + query, mask=stored)
+    tl.store(int32_at(desc, OUT_QUERY_LEN) + row, query, mask=stored)
+    tl.store(int32_at(desc, OUT_PRIOR_LEN) + row, prior, mask=stored)
+    tl.store(int32_at(desc, OUT_CONTEXT_LEN) + row, prior + query, mask=stored)
     has_prior = tl.load(desc + OUT_HAS_PRIOR).to(tl.pointer_type(tl.int8))
     tl.store(has_prior + row, (prior > 0).to(tl.int8), mask=stored)
 
 
 @triton.jit
-def _store_tables(group, row, context, part, num_parts, COLUMNS: tl.constexpr):
+def store_tables(group, table_of, row, context, part, num_parts, COLUMNS: tl.constexpr, POWERS: tl.constexpr):
     """Every num_parts-th run of COLUMNS of the columns that the rows' contexts cover."""
-    size = _i32(group, KERNEL_BLOCK_SIZE)
-    width = _i32(group, OUT_TABLE_COLUMNS)
-    covered = tl.minimum((context + size - 1) // size, width)
-    out = _int32_at(group, OUT_TABLE) + row.to(tl.int64)[:, None] * width
+    size, kernel_size = table_of[0], table_of[1]
+    width, physical = i32(group, OUT_TABLE_COLUMNS), tl.load(group + OUT_PHYSICAL)
+    out = int32_at(group, OUT_TABLE) + row.to(tl.int64)[:, None] * width
+    covered = tl.minimum(blocks(context, kernel_size, POWERS), width)
     faults = tl.zeros_like(row)
     for first in range(part * COLUMNS, tl.max(covered, axis=0), num_parts * COLUMNS):
         column = first + tl.arange(0, COLUMNS)[None, :]
         wanted = column < covered[:, None]
-        block = _kernel_entry(group, row[:, None], column, wanted)
+        block = kernel_entry(table_of, row[:, None], column, wanted, POWERS)
         tl.store(out + column, block, mask=wanted)
         faults += tl.sum((wanted & (block < 0)).to(tl.int32), axis=1)
-    _report(group, faults, row)
-    physical = tl.load(group + OUT_PHYSICAL)
+    report(group, faults, row)
     if physical != 0:
-        size = _i32(group, BLOCK_SIZE)
-        width = _i32(group, OUT_PHYSICAL_COLUMNS)
-        covered = tl.minimum((context + size - 1) // size, width)
-        out = physical.to(tl.pointer_type(tl.int32)) + row.to(tl.int64)[:, None] * width
+        width = i32(group, OUT_PHYSICAL_COLUMNS)
+        covered = tl.minimum(blocks(context, size, POWERS), width)
+        out = int32(physical) + row.to(tl.int64)[:, None] * width
         for first in range(part * COLUMNS, tl.max(covered, axis=0), num_parts * COLUMNS):
             column = first + tl.arange(0, COLUMNS)[None, :]
             wanted = column < covered[:, None]
-            block, _ = _physical_entry(group, row[:, None], column, wanted)
+            block, _ = physical_entry(table_of, row[:, None], column, wanted, POWERS)
             tl.store(out + column, block, mask=wanted)
 
 
 @triton.jit
-def _store_states(group, row, query, prior, padded_rows, VERIFY: tl.constexpr):
+def store_states(group, table_of, row, query, prior, padded_rows, VERIFY: tl.constexpr, POWERS: tl.constexpr):
     """Read and write slots of a state group."""
-    size = _i32(group, BLOCK_SIZE)
-    read, _ = _physical_entry(group, row, (prior - 1) // size, prior > 0)
+    size = table_of[0]
+    read, _ = physical_entry(table_of, row, divided(prior - 1, size, POWERS), prior > 0, POWERS)
     if VERIFY:
-        column = prior // size + query - 1
+        column = divided(prior, size, POWERS) + query - 1
     else:
-        column = (prior + query - 1) // size
-    write, _ = _physical_entry(group, row, column, query > 0)
-    tl.store(_int32_at(group, OUT_STATE_READ) + row, read, mask=row < padded_rows)
-    tl.store(_int32_at(group, OUT_STATE_WRITE) + row, write, mask=row < padded_rows)
+        column = divided(prior + query - 1, size, POWERS)
+    write, _ = physical_entry(table_of, row, column, query > 0, POWERS)
+    tl.store(int32_at(group, OUT_STATE_READ) + row, read, mask=row < padded_rows)
+    tl.store(int32_at(group, OUT_STATE_WRITE) + row, write, mask=row < padded_rows)
     bad = ((prior > 0) & (read < 0)) | ((query > 0) & (write < 0))
-    _report(group, bad.to(tl.int32), row)
+    report(group, bad.to(tl.int32), row)
 
 
-@triton.jit(do_not_specialize=["num_rows", "padded_rows", "padded_tokens"])
+@triton.jit(do_not_specialize=["query_len", "prior_len", "num_rows", "padded_rows", "padded_tokens"])
 def fill_decode(
-    desc, num_rows, padded_rows, padded_tokens, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEARCH: tl.constexpr
-):
-    """A decode step: program (i, g, c) has rows and padding tokens i*ROWS .. of group g, and every c-th part of the
-    rows' table columns. Rows have one new token or none."""
-    block, part = tl.program_id(0), tl.program_id(2)
-    group = desc + STEP_FIELDS + tl.program_id(1) * GROUP_FIELDS
-    is_state = tl.load(group + IS_STATE)  # first, so that the group's fields are near when they are needed
-    row = block * ROWS + tl.arange(0, ROWS)
-    query, prior = _lengths(desc, row, num_rows)
-    before = 0
-    total = 0
-    if part == 0:
-        for first in range(0, num_rows, SEARCH):
-            other = first + tl.arange(0, SEARCH)
-            count, _ = _lengths(desc, other, num_rows)
-            before += tl.sum(tl.where(other < block * ROWS, count, 0), axis=0)
-            total += tl.sum(count, axis=0)
-    start = before + tl.cumsum(query, axis=0) - query
-    # A row's token stands at `start`; the program's padding tokens are those of its own range past the last token.
-    real = (query > 0) & (start < padded_tokens)
-    padding = (row >= total) & (row < padded_tokens)
-    nothing = query < 0
-    if part == 0:
-        if tl.program_id(1) == 0:
-            _store_rows(desc, row, query, prior, start, padded_rows)
-            _store_tokens(desc, start, row, start, prior, real, real)
-            _store_tokens(desc, row, row, row, row, nothing, padding)
-    if is_state != 0:
-        if part == 0:
-            _store_states(group, row, query, prior, padded_rows, False)
-    else:
-        _store_tables(group, row, prior + query, part, tl.num_programs(2), COLUMNS)
-        if part == 0:
-            _store_slots(group, start, row, prior, real, real)
-            _store_slots(group, row, row, row, nothing, padding)
-
-
-@triton.jit
-def _fill_tokens(desc, group, is_first, is_state, block, num_rows, padded_tokens, TOKENS, SEARCH):
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    row, start, total = _find_rows(desc, token, num_rows, 1, COUNT_TOKENS, SEARCH)
-    real = token < total
-    _, prior = _lengths(desc, row, num_rows)
-    position = prior + token - start
-    stored = token < padded_tokens
-    if is_first:
-        _store_tokens(desc, token, row, start, position, real, stored)
-    if is_state == 0:
-        _store_slots(group, token, row, position, real, stored)
-
-
-@triton.jit
-def _fill_rows(
-    desc, group, is_first, is_state, block, part, num_parts, num_rows, padded_rows, ROWS, COLUMNS, SEARCH, VERIFY
-):
-    row = block * ROWS + tl.arange(0, ROWS)
-    query, prior = _lengths(desc, row, num_rows)
-    if is_first & (part == 0):
-        before = 0
-        for first in range(0, block * ROWS, SEARCH):
-            other = first + tl.arange(0, SEARCH)
-            count, _ = _lengths(desc, other, num_rows)
-            before += tl.sum(tl.where(other < block * ROWS, count, 0), axis=0)
-        _store_rows(desc, row, query, prior, before + tl.cumsum(query, axis=0) - query, padded_rows)
-    if is_state == 0:
-        _store_tables(group, row, prior + query, part, num_parts, COLUMNS)
-    elif part == 0:
-        _store_states(group, row, query, prior, padded_rows, VERIFY)
-
-
-@triton.jit
-def _fill_chunks(desc, block, num_rows, num_chunks, TOKENS, SEARCH):
-    index = block * TOKENS + tl.arange(0, TOKENS)
-    row, start, total = _find_rows(desc, index, num_rows, 1, COUNT_CONV_CHUNKS, SEARCH)
-    real = index < total
-    tl.store(_int32_at(desc, OUT_CHUNK_ROW) + index, tl.where(real, row, -1), mask=index < num_chunks)
-    tl.store(_int32_at(desc, OUT_CHUNK_INDEX) + index, tl.where(real, index - start, 0), mask=index < num_chunks)
-
-
-@triton.jit
-def _fill_snapshots(desc, group, block, num_rows, num_snapshots, TOKENS, SEARCH, VERIFY):
-    index = block * TOKENS + tl.arange(0, TOKENS)
-    size = _i32(group, BLOCK_SIZE)
-    if VERIFY:
-        row, start, total = _find_rows(desc, index, num_rows, size, COUNT_DRAFTS, SEARCH)
-    else:
-        row, start, total = _find_rows(desc, index, num_rows, size, COUNT_BOUNDARIES, SEARCH)
-    real = index < total
-    _, prior = _lengths(desc, row, num_rows)
-    column = prior // size + index - start
-    if VERIFY:
-        offset = index - start + 1
-    else:
-        offset = (column + 1) * size - prior
-    slot, beyond = _physical_entry(group, row, column, real)
-    # A group that has fewer snapshots than the longest one owns the rest of its buffer too, up to `num_snapshots`.
-    stored = index < num_snapshots
-    tl.store(_int32_at(group, OUT_SNAPSHOT_ROW) + index, tl.where(real, row, -1), mask=stored)
-    tl.store(_int32_at(group, OUT_SNAPSHOT_OFFSET) + index, tl.where(real, offset, 0), mask=stored)
-    tl.store(_int32_at(group, OUT_SNAPSHOT_SLOT) + index, slot, mask=stored)
-    # A boundary without a block is the host's choice; an id that no pool has is a fault.
-    _report(group, (real & beyond).to(tl.int32), row)
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "padded_rows", "padded_tokens", "num_chunks", "num_snapshots", "row_blocks", "parts"]
-)
-def fill_ragged(
     desc,
+    query_len,
+    prior_len,
     num_rows,
     padded_rows,
     padded_tokens,
-    num_chunks,
-    num_snapshots,
-    row_blocks,
-    parts,
-    VERIFY: tl.constexpr,
-    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEARCH: tl.constexpr,
+    POWERS: tl.constexpr,
 ):
-    """A prefill or verify step: program (i, g) has one of these of group g, in this order: TOKENS tokens; ROWS rows
-    and every parts-th part of their table columns; TOKENS convolution chunks; TOKENS snapshots.
-
-    num_snapshots: of the group that has most. Convolution chunks and snapshots past the last one get row -1.
-    """
-    group = desc + STEP_FIELDS + tl.program_id(1) * GROUP_FIELDS
+    """A decode step: program (i, g, 0) has the values of rows and padding tokens i*ROWS .. for group g; program
+    (i, g, 1+c) has every c-th part of those rows' table columns, which then wait for nothing in the values' way.
+    Rows have one new token or none. query_len, prior_len: addresses."""
+    block, part = tl.program_id(0), tl.program_id(2) - 1
+    has_values = tl.program_id(2) == 0
     is_first = tl.program_id(1) == 0
+    group = desc + STEP_FIELDS + tl.program_id(1) * GROUP_FIELDS
+    row = block * ROWS + tl.arange(0, ROWS)
+    query, prior = lengths(query_len, prior_len, row, num_rows)
     is_state = tl.load(group + IS_STATE)
-    block = tl.program_id(0)
-    token_blocks = (padded_tokens + TOKENS - 1) // TOKENS
-    chunk_blocks = (num_chunks + TOKENS - 1) // TOKENS
-    if block < token_blocks:
-        if is_first | (is_state == 0):
-            _fill_tokens(desc, group, is_first, is_state, block, num_rows, padded_tokens, TOKENS, SEARCH)
-    elif block < token_blocks + row_blocks * parts:
-        block -= token_blocks
-        rows, part = block // parts, block % parts
-        _fill_rows(
-            desc, group, is_first, is_state, rows, part, parts, num_rows, padded_rows, ROWS, COLUMNS, SEARCH, VERIFY
-        )
-    elif block < token_blocks + row_blocks * parts + chunk_blocks:
+    table_of = table_fields(group, POWERS)
+    if is_state != 0:
+        if has_values:
+            store_states(group, table_of, row, query, prior, padded_rows, False, POWERS)
+    elif part >= 0:
+        store_tables(group, table_of, row, prior + query, part, tl.num_programs(2) - 1, COLUMNS, POWERS)
+    if has_values & (is_first | (is_state == 0)):
+        slot = tl.full((ROWS,), -1, tl.int64)
+        if is_state == 0:
+            slot = slots(table_of, row, prior, query > 0, POWERS)
+        count = tl.zeros((SEARCH,), tl.int32)
+        count_before = tl.zeros((SEARCH,), tl.int32)
+        for first in range(0, num_rows, SEARCH):
+            other = first + tl.arange(0, SEARCH)
+            new = tl.load(int32(query_len) + other, mask=other < num_rows, other=0)
+            count += new
+            count_before += tl.where(other < block * ROWS, new, 0)
+        start = tl.sum(count_before, axis=0) + tl.cumsum(query, axis=0) - query
+        # A row's token stands at `start`; the program's padding tokens are those of its range past the last token.
+        real = (query > 0) & (start < padded_tokens)
+        padding = (row >= tl.sum(count, axis=0)) & (row < padded_tokens)
+        nothing = query < 0
         if is_first:
-            _fill_chunks(desc, block - token_blocks - row_blocks * parts, num_rows, num_chunks, TOKENS, SEARCH)
-    elif is_state != 0:
-        block -= token_blocks + row_blocks * parts + chunk_blocks
-        _fill_snapshots(desc, group, block, num_rows, num_snapshots, TOKENS, SEARCH, VERIFY)
+            store_rows(desc, row, query, prior, start, padded_rows)
+            store_tokens(desc, start, row, start, prior, real, real)
+            store_tokens(desc, row, row, row, row, nothing, padding)
+        if is_state == 0:
+            out = tl.load(group + OUT_SLOT).to(tl.pointer_type(tl.int64))
+            tl.store(out + start, slot, mask=real)
+            tl.store(out + row, -1, mask=padding)

@@ -1,9 +1,9 @@
 """The host's side of the GPU fill: descriptors, the one copy that lengths may need, and the launch.
 
 After warm-up a decode step costs a look-up of what is remembered for its sizes and one launch. What varies reaches
-the kernel through device memory: the host's tables and lengths are read where they are, through a descriptor that
-says where that is. Descriptors are remembered by their whole content and never rewritten, so that a captured fill
-can rely on its own; a host whose tables stay where they are needs one for each of its table sets.
+the kernel through device memory: lengths are read where an argument says they are, tables where a descriptor says.
+Descriptors are remembered by their whole content and never rewritten, so that a captured fill can rely on its own; a
+host whose tables stay where they are needs one for each of its table sets.
 """
 
 from __future__ import annotations
@@ -15,38 +15,52 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
 from triton.runtime.jit import JITFunction
 
 from stepbind.errors import StepError
 from stepbind.groups import GroupKind
 from stepbind.plan import fill_kernels as kernels
-from stepbind.plan.arena import Arena, check_fits, group_views, num_conv_chunks, num_snapshots, shared_views
-from stepbind.plan.plan import GroupPlan, PagedPlan, Plan, Shared, Sizes
+from stepbind.plan.arena import (
+    Arena,
+    RowViews,
+    check_fits,
+    num_conv_chunks,
+    num_snapshots,
+    row_views,
+    state_views,
+    step_views,
+)
+from stepbind.plan.fill_ragged import fill_ragged
+from stepbind.plan.plan import GroupPlan, PagedPlan, Plan, Shared, Sizes, StatePlan
+from stepbind.plan.staging import Staging
 from stepbind.step import Phase, Step
 
 ROWS = 4
 """Rows of one program."""
 TOKENS = 128
 """Tokens (or convolution chunks, or snapshots) of one program."""
-COLUMNS = 128
-"""Table columns that a program copies at once."""
+COLUMNS = 512
+"""Table columns that a program copies at once, at most."""
 SEARCH = 128
 """Rows that a search for a token's row looks at once."""
-SEARCH_DECODE = 256
-"""The same for counting the tokens of a decode step."""
-PROGRAMS = 264
-"""Programs that are worth starting to copy tables: two for each of an H200's 132 multiprocessors."""
+MAX_SEARCH_DECODE = 256
+"""The same, at most, for counting the tokens of a decode step."""
+NARROW = 128
+"""Table columns up to which a decode program does better with 2 warps than with 4."""
+PROGRAMS = 1056
+"""Programs that are worth starting to copy tables: eight for each of an H200's 132 multiprocessors."""
 
-MAX_BUCKETS = 1024
+MAX_BUCKETS = 512
 MAX_DESCRIPTORS = 256
 
 
 def fill_triton(step: Step, arena: Arena) -> Plan:
     """The plan of a step, filled by one launch on the current stream; nothing waits for it.
 
-    One pinned copy carries the lengths where the host has them on the host only, or a descriptor when tables or
-    lengths are at a place seen for the first time; otherwise nothing is copied. A captured fill must need no copy:
-    it raises `StepError` then. Faults are added to `arena.faults`.
+    One pinned copy carries the lengths where the host has them on the host only, or a descriptor when tables are at a
+    place seen for the first time; otherwise nothing is copied. A captured fill must need no copy: it raises
+    `StepError` then. Faults are added to `arena.faults`.
     """
     check_fits(arena, step)
     if arena.launcher is None:
@@ -56,7 +70,11 @@ def fill_triton(step: Step, arena: Arena) -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
-    """What all steps of the same sizes share: the plan's views, the kernel on its grid, and its last arguments."""
+    """What all steps of the same sizes share: the plan's views, the kernel on its grid, and its last arguments.
+
+    A prefill's sizes are rarely those of an earlier one, so that a new bucket has to cost little: compiled kernels,
+    views by rows, and those of state groups, whose snapshots have few sizes, are kept for themselves.
+    """
 
     shared: Shared
     groups: tuple[GroupPlan, ...]
@@ -70,140 +88,179 @@ class Launcher:
 
     words: [D] int64, a descriptor on the host; those at `varying` are a step's own (`written`: the last such ones),
         the others the arena's.
+    powers: whether all block sizes are powers of two, and stand as exponents in the descriptor.
+    widest: columns of the widest table, in kernel blocks.
     upload: [D + max_rows] int64 on the device: the descriptor and lengths of a step that needs a copy.
     """
 
     arena: Arena
     words: npt.NDArray[np.int64]
     varying: npt.NDArray[np.int64]
+    powers: bool
+    widest: int
     upload: torch.Tensor
+    uploaded_lengths: int
+    staging: Staging
     buckets: dict[tuple[int, ...], _Bucket]
+    row_views: dict[int, RowViews]
+    state_views: dict[tuple[int, ...], tuple[StatePlan, ...]]
+    compiled: dict[tuple[int | bool, ...], Any]
     descriptors: dict[tuple[int, ...], torch.Tensor]
     written: tuple[int, ...] = ()
 
     @staticmethod
     def of(arena: Arena) -> Launcher:
         fields, per_group = kernels.STEP_FIELDS.value, kernels.GROUP_FIELDS.value
+        sizes = [size for group in arena.cache_groups for size in (group.block_size, group.kernel_block_size)]
+        powers = all(size & (size - 1) == 0 for size in sizes)
         words = np.zeros(fields + per_group * len(arena.groups), dtype=np.int64)
         outputs = [values.data_ptr() for values in vars(arena.shared).values()]
         words[kernels.OUT_QUERY_START.value : kernels.OUT_CHUNK_INDEX.value + 1] = outputs
         varying = list(range(kernels.OUT_QUERY_START.value))
         for index, group_plan in enumerate(arena.groups):
             start = fields + index * per_group
-            words[start : start + per_group] = _group_words(group_plan, arena.faults[index])
+            words[start : start + per_group] = _group_words(group_plan, arena.faults[index], powers)
             varying += range(start + kernels.TABLE.value, start + kernels.IDS_PER_BLOCK.value + 1)
+        tables = [plan.block_table for plan in arena.groups if isinstance(plan, PagedPlan)]
         upload = torch.zeros(words.size + arena.max_rows, dtype=torch.int64, device=arena.device)
-        return Launcher(arena, words, np.array(varying), upload, {}, {})
+        return Launcher(
+            arena=arena,
+            words=words,
+            varying=np.array(varying),
+            powers=powers,
+            widest=max([table.shape[1] for table in tables], default=1),
+            upload=upload,
+            uploaded_lengths=upload.data_ptr() + 8 * words.size,
+            staging=Staging(upload.shape[0], words.size, pinned=arena.device.type == "cuda"),
+            buckets={},
+            row_views={},
+            state_views={},
+            compiled={},
+            descriptors={},
+        )
 
     def fill(self, step: Step) -> Plan:
+        bucket = self._bucket_of(step)
+        query, prior = step.query_len.device, step.prior_len.device
+        if query is None or prior is None:
+            descriptor, start = self._send(step), self.uploaded_lengths
+            lengths = (start, start + 4 * step.num_rows)
+        else:
+            descriptor, lengths = self._descriptor(step), (query.data_ptr(), prior.data_ptr())
+        bucket.launch(descriptor, *lengths, step.num_rows, *bucket.arguments)
+        return Plan(Sizes.of(step), bucket.shared, bucket.groups, self.arena.group_of_layer, descriptor)
+
+    def _bucket_of(self, step: Step) -> _Bucket:
         if step.phase is Phase.DECODE:
             key: tuple[int, ...] = (step.padded_rows, step.padded_tokens)
         else:
-            snapshots = _snapshots_of_groups(step)
+            snapshots = [num_snapshots(step, size) for size in self.arena.state_sizes]
             verify = step.phase is Phase.VERIFY
             key = (step.padded_rows, step.padded_tokens, verify, num_conv_chunks(step), *snapshots)
         bucket = self.buckets.get(key)
         if bucket is None:
-            if len(self.buckets) >= MAX_BUCKETS:
-                self.buckets.clear()
-            bucket = self.buckets[key] = self._bucket(step, *key)
-        descriptor = self._descriptor(step)
-        bucket.launch(descriptor, step.num_rows, *bucket.arguments)
-        return Plan(Sizes.of(step), bucket.shared, bucket.groups, self.arena.group_of_layer, descriptor)
+            _make_room(self.buckets, MAX_BUCKETS)
+            bucket = self.buckets[key] = self._bucket(step.phase, *key)
+        return bucket
 
-    def _bucket(self, step: Step, rows: int, tokens: int, verify: int = 0, chunks: int = 0, *snapshots: int) -> _Bucket:
-        arena = self.arena
-        num_groups = len(arena.groups)
-        counts = snapshots or (0,) * num_groups
-        row_blocks = -(-rows // ROWS)
-        parts = max(1, min(PROGRAMS // (row_blocks * num_groups), -(-_widest_table(arena) // COLUMNS)))
-        arguments: tuple[int | bool, ...]
-        if step.phase is Phase.DECODE:
-            grid = (-(-max(rows, tokens) // ROWS), num_groups, parts)
+    def _bucket(
+        self, phase: Phase, rows: int, tokens: int, verify: int = 0, chunks: int = 0, *snapshots: int
+    ) -> _Bucket:
+        counts = snapshots or (0,) * len(self.arena.state_sizes)
+        num_groups, row_blocks = len(self.arena.groups), -(-rows // ROWS)
+        columns = min(COLUMNS, max(32, triton.next_power_of_2(self.widest)))
+        parts = max(1, min(PROGRAMS // (row_blocks * num_groups), -(-self.widest // columns)))
+        if phase is Phase.DECODE:
             kernel: Any = kernels.fill_decode
-            arguments = (rows, tokens, ROWS, COLUMNS, SEARCH_DECODE)
+            grid = (-(-max(rows, tokens) // ROWS), num_groups, 1 + parts)
+            search = min(MAX_SEARCH_DECODE, max(32, triton.next_power_of_2(rows)))
+            numbers: tuple[int, ...] = (rows, tokens)
+            constants: tuple[int | bool, ...] = (ROWS, columns, search, self.powers)
+            warps = 2 if columns <= NARROW else 4
         else:
-            items = [tokens, chunks, max(counts)]
-            grid = (sum(-(-count // TOKENS) for count in items) + row_blocks * parts, num_groups, 1)
-            kernel = kernels.fill_ragged
-            arguments = (rows, *items, row_blocks, parts, bool(verify), TOKENS, ROWS, COLUMNS, SEARCH)
-        return _Bucket(
-            shared_views(arena.shared, rows, tokens, chunks),
-            tuple(
-                group_views(group_plan, rows, tokens, arena.max_context, count)
-                for group_plan, count in zip(arena.groups, counts, strict=True)
-            ),
-            _on_grid(kernel, grid, self.upload, step.num_rows, *arguments),
-            arguments,
-        )
+            kernel = fill_ragged
+            items = (tokens, chunks, max(counts, default=0))
+            grid = (sum([-(-count // TOKENS) for count in items]) + row_blocks * parts, num_groups, 1)
+            numbers = (rows, *items, row_blocks, parts)
+            constants = (bool(verify), TOKENS, ROWS, columns, SEARCH, self.powers)
+            warps = 4
+        compiled = self.compiled.get(constants)
+        if compiled is None:
+            address = self.uploaded_lengths
+            arguments = (self.upload, address, address, rows, *numbers, *constants)
+            compiled = self.compiled[constants] = _compiled(kernel, warps, *arguments)
+        shared, groups = step_views(self.arena, *self._views(rows, counts), tokens, chunks)
+        return _Bucket(shared, groups, compiled[grid], (*numbers, *constants))
+
+    def _views(self, rows: int, snapshots: tuple[int, ...]) -> tuple[RowViews, tuple[StatePlan, ...]]:
+        of_rows = self.row_views.get(rows)
+        if of_rows is None:
+            _make_room(self.row_views, MAX_BUCKETS)
+            of_rows = self.row_views[rows] = row_views(self.arena, rows, self.arena.max_context)
+        key = (rows, *snapshots)
+        states = self.state_views.get(key)
+        if states is None:
+            _make_room(self.state_views, MAX_BUCKETS)
+            states = self.state_views[key] = state_views(self.arena, rows, snapshots)
+        return of_rows, states
 
     def _descriptor(self, step: Step) -> torch.Tensor:
-        query, prior = step.query_len.device, step.prior_len.device
-        if query is None or prior is None:
-            return self._send(step)
-        key = _varying(step, query.data_ptr(), prior.data_ptr())
+        """The descriptor on the device of a step whose lengths are there too."""
+        key = _varying(step)
         descriptor = self.descriptors.get(key)
         if descriptor is None:
-            if len(self.descriptors) >= MAX_DESCRIPTORS:
-                del self.descriptors[next(iter(self.descriptors))]
-            _check_not_capturing(self.arena, "tables or lengths at addresses not filled from before")
-            descriptor = torch.empty(self.words.size, dtype=torch.int64, device=self.arena.device)
-            descriptor.copy_(self._staged(key, ())[: self.words.size], non_blocking=True)
+            _make_room(self.descriptors, MAX_DESCRIPTORS)
+            _check_not_capturing(self.arena, "tables at addresses not filled from before")
+            words = self._words(key)
+            staged = self.staging.take()
+            staged.words[:] = words
+            descriptor = torch.empty(words.size, dtype=torch.int64, device=self.arena.device)
+            descriptor.copy_(staged.buffer[: words.size], non_blocking=True)
             self.descriptors[key] = descriptor
         return descriptor
 
     def _send(self, step: Step) -> torch.Tensor:
         """Copy a descriptor and the lengths behind it to the device together."""
         _check_not_capturing(self.arena, "lengths on the host only")
-        start = self.upload.data_ptr() + 8 * self.words.size
-        key = _varying(step, start, start + 4 * step.num_rows)
-        self.upload.copy_(self._staged(key, (step.query_len.host, step.prior_len.host)), non_blocking=True)
+        rows, staged = step.num_rows, self.staging.take()
+        staged.words[:] = self._words(_varying(step))
+        staged.lengths[:rows] = step.query_len.host
+        staged.lengths[rows : 2 * rows] = step.prior_len.host
+        self.upload.copy_(staged.buffer, non_blocking=True)
         return self.upload
 
-    def _staged(self, varying: tuple[int, ...], lengths: tuple[npt.NDArray[np.int32], ...]) -> torch.Tensor:
-        """A descriptor, and lengths behind it, in pinned memory of their own, of the shape of `upload`.
-
-        The copy out of it is not waited for: torch's pinned allocator hands memory out again only when the copies
-        that it saw of it are done.
-        """
-        staged = torch.empty(self.upload.shape, dtype=torch.int64, pin_memory=self.arena.device.type == "cuda")
-        values = staged.numpy()
-        size = self.words.size
+    def _words(self, varying: tuple[int, ...]) -> npt.NDArray[np.int64]:
+        """The host's descriptor with these fields of a step's own."""
         if varying != self.written:
             self.words[self.varying] = varying
+            if self.powers:
+                start = kernels.STEP_FIELDS.value + kernels.IDS_PER_BLOCK.value
+                ids = self.words[start :: kernels.GROUP_FIELDS.value]
+                ids[:] = [_exponent(count) for count in ids.tolist()]
             self.written = varying
-        values[:size] = self.words
-        if lengths:
-            behind = values[size:].view(np.int32)
-            end = 0
-            for length in lengths:
-                start, end = end, end + length.size
-                behind[start:end] = length
-        return staged
+        return self.words
 
 
-def _snapshots_of_groups(step: Step) -> list[int]:
-    by_size: dict[int, int] = {}
-    for group in step.groups:
-        if group.kind is GroupKind.STATE and group.block_size not in by_size:
-            by_size[group.block_size] = num_snapshots(step, group)
-    return [by_size[group.block_size] if group.kind is GroupKind.STATE else 0 for group in step.groups]
-
-
-def _varying(step: Step, query: int, prior: int) -> tuple[int, ...]:
+def _varying(step: Step) -> tuple[int, ...]:
     """The fields of a descriptor that are a step's own, in their order."""
     position = step.position
     if position is None:
-        return (query, prior, 0, 0, *step.block_tables.fields)
-    return (query, prior, position.data_ptr(), position.element_size(), *step.block_tables.fields)
+        return (0, 0, *step.block_tables.fields)
+    return (position.data_ptr(), position.element_size(), *step.block_tables.fields)
 
 
-def _group_words(group_plan: GroupPlan, faults: torch.Tensor) -> list[int]:
+def _exponent(power: int) -> int:
+    return power.bit_length() - 1
+
+
+def _group_words(group_plan: GroupPlan, faults: torch.Tensor, powers: bool) -> list[int]:
     """A group's fields, with 0 for those of its table."""
     group = group_plan.group
     is_state = int(group.kind is GroupKind.STATE)
-    sizes = [is_state, group.block_size, group.kernel_block_size, group.num_blocks, group.first_block]
-    words = [*sizes, faults.data_ptr(), 0, 0, 0, 0, 0]
+    sizes = [group.block_size, group.kernel_block_size]
+    if powers:
+        sizes = [_exponent(size) for size in sizes]
+    words = [is_state, *sizes, group.num_blocks, group.first_block, faults.data_ptr(), 0, 0, 0, 0, 0]
     if isinstance(group_plan, PagedPlan):
         table, physical = group_plan.block_table, group_plan.physical_table
         words += [group_plan.slot.data_ptr(), table.data_ptr(), table.shape[1]]
@@ -215,20 +272,22 @@ def _group_words(group_plan: GroupPlan, faults: torch.Tensor) -> list[int]:
     return words
 
 
-def _widest_table(arena: Arena) -> int:
-    return max([plan.block_table.shape[1] for plan in arena.groups if isinstance(plan, PagedPlan)], default=1)
-
-
-def _on_grid(kernel: Any, grid: tuple[int, int, int], *arguments: Any) -> Callable[..., None]:
-    """The kernel, compiled for such arguments, as a call that launches it on `grid`.
+def _compiled(kernel: Any, warps: int, *arguments: Any) -> Any:
+    """The kernel, compiled for such arguments; `[grid]` makes a call of it that launches it.
 
     A compiled kernel's own call skips what a JIT call does each time: binding, specialising and looking itself up.
-    It takes the same arguments, and none of them is specialised on here but the descriptor's alignment. Compiles for
-    the current device, which is the arena's wherever a forward runs.
+    It takes the same arguments, and none of them is specialised on here but the descriptor's alignment, so that one
+    serves all sizes. Compiles for the current device, which is the arena's wherever a forward runs.
     """
     if not isinstance(kernel, JITFunction):  # Triton's interpreter
-        return kernel[grid]  # type: ignore[no-any-return]
-    return kernel.warmup(*arguments, grid=grid)[grid]  # type: ignore[no-any-return]
+        return kernel
+    return kernel.warmup(*arguments, grid=(1, 1, 1), num_warps=warps)
+
+
+def _make_room(kept: dict[Any, Any], limit: int) -> None:
+    """Forget what has been kept longest where there are as many as the limit."""
+    if len(kept) >= limit:
+        del kept[next(iter(kept))]
 
 
 def _check_not_capturing(arena: Arena, reason: str) -> None:
