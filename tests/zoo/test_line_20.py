@@ -5,8 +5,9 @@ pass captured at the arena's width gives every shorter context the numbers of a 
 behind a row's own hold what an earlier, longer pass left there. A longer context than that is refused.
 
 Checked by taking out, one at a time: `& (position < shared.context_len[:, None])` in `gather_context` of
-ops/latent_attention.py, the same in ops/attention.py, the end of a context in `context_of` of ops/triton_attention_splits.py,
-the `max_context` line of `check_fits` in plan/arena.py, and the limit in RtpBinding.check_replay.
+ops/latent_attention.py, the same in ops/attention.py, the end of a context in `context_of` of
+ops/triton_attention_splits.py, the `max_context` line of `check_fits` in plan/arena.py, and the limit in
+RtpBinding.check_replay.
 """
 
 from __future__ import annotations
