@@ -86,8 +86,8 @@ def _scored(indexer: Any, hidden: Any, q_resid: Any, positions: Any, *_: Any, **
     indexer.scores = scores
     with torch.no_grad():
         count = min(indexer.index_topk, tokens)
-        least = scores.topk(count, dim=-1).values[..., -1:]
-        indexer.chosen = (scores >= least) & (scores > -math.inf)
+        best = scores.topk(count, dim=-1).indices
+        indexer.chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & (scores > -math.inf)
     return None
 
 

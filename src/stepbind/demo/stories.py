@@ -223,11 +223,12 @@ def story_pieces(draw: random.Random, *, characters: int) -> list[Piece]:
         while not added or draw.random() < rate:
             question = _new_question(story, asked)
             if question is None:
-                added += story.scene()
-                asked -= {key for piece in added for key in piece.told}
                 break
             asked.add(question.key)
             added += [Piece(question.prompt), Piece(question.answer, answer=True)]
+        if not added:
+            added = story.scene()
+            asked -= {key for piece in added for key in piece.told}
         pieces += added
         length += sum(len(piece.text) for piece in added)
     return pieces

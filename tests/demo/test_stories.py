@@ -1,0 +1,150 @@
+"""Stories tell what they ask for: a reader that knows nothing but the sentences finds the same answers."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepbind.demo.questions import DISTANCES, draw_question
+from stepbind.demo.stories import OPENING, Piece, story_pieces
+from stepbind.demo.words import MEN, WOMEN
+
+NAME = "|".join(WOMEN + MEN)
+seeds = st.integers(0, 2**32)
+
+
+class Reader:
+    """Reads sentence by sentence; "she" and "he" are whoever was named last."""
+
+    def __init__(self) -> None:
+        self.town: dict[str, str] = {}
+        self.trade: dict[str, str] = {}
+        self.code: dict[str, str] = {}
+        self.keeper: dict[str, str] = {}
+        self.count: dict[str, int] = {}
+        self.who = ""
+
+    def read(self, text: str) -> None:
+        for sentence in text.split("."):
+            self._sentence(sentence.strip())
+
+    def _sentence(self, text: str) -> None:
+        if found := re.fullmatch(rf"({NAME}) moved to (\w+) .*", text):
+            self.town[found[1]] = found[2]
+        elif found := re.fullmatch(rf"({NAME}) changed the code to (\d+)", text):
+            self.code[found[1]] = found[2]
+        elif found := re.fullmatch(rf"({NAME}) gave the (\w+) to ({NAME})", text):
+            self.keeper[found[2]] = found[3]
+        elif found := re.fullmatch(r"(?:She|He) (?:lives in|has a house in) (\w+)", text):
+            self.town[self.who] = found[1]
+        elif found := re.fullmatch(r"(?:She|He) (?:is|works as) a (\w+)", text):
+            self.trade[self.who] = found[1]
+        elif found := re.fullmatch(r"The code of (?:her|his) door is (\d+)", text):
+            self.code[self.who] = found[1]
+        elif found := re.fullmatch(r"(?:She|He) owns (\d) \w+", text):
+            self.count[self.who] = int(found[1])
+        elif found := re.fullmatch(r"(?:She|He) (?:keeps|has found) the (\w+)", text):
+            self.keeper[found[1]] = self.who
+        if found := re.search(rf"\b({NAME})\b", text):
+            self.who = found[1]
+
+    def answer(self, question: str) -> str:
+        if found := re.fullmatch(r"Where does (\w+) live\?", question):
+            return self.town[found[1]]
+        if found := re.fullmatch(r"What is the code of (\w+)\?", question):
+            return self.code[found[1]]
+        if found := re.fullmatch(r"What is (\w+)\?", question):
+            return self.trade[found[1]]
+        if found := re.fullmatch(r"Who keeps the (\w+)\?", question):
+            return self.keeper[found[1]]
+        if found := re.fullmatch(r"How many animals do (\w+) and (\w+) own\?", question):
+            return str(self.count[found[1]] + self.count[found[2]])
+        raise AssertionError(question)
+
+
+def asked_in(piece: Piece) -> str:
+    return piece.text.split("Q: ")[1].split("\n")[0]
+
+
+@given(seeds)
+def test_every_answer_in_a_story_is_what_was_told_last(seed: int) -> None:
+    reader, question = Reader(), None
+    for piece in story_pieces(random.Random(seed), characters=4000):
+        if piece.text.startswith("\nQ:"):
+            question = asked_in(piece)
+        elif piece.answer:
+            assert question is not None
+            assert piece.text.removesuffix(".\n").split(" ")[-1] == reader.answer(question)
+        else:
+            reader.read(piece.text)
+
+
+@given(seeds)
+def test_nothing_is_asked_twice_unless_it_was_told_again(seed: int) -> None:
+    asked: set[str] = set()
+    for piece in story_pieces(random.Random(seed), characters=4000):
+        for _, *subject in piece.told:
+            asked = {question for question in asked if subject[0] not in question.strip("?").split(" ")}
+        if piece.text.startswith("\nQ:"):
+            words = asked_in(piece)
+            if words.startswith("How many"):
+                words = " ".join(sorted(words.split(" ")))
+            assert words not in asked
+            asked.add(words)
+
+
+def test_a_seed_is_a_story() -> None:
+    first, again, other = (story_pieces(random.Random(seed), characters=3000) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert first[0].text == OPENING
+    assert sum(len(piece.text) for piece in first) >= 3000
+
+
+def words(text: str) -> int:
+    return len(re.findall(r"\w+|\S", text))
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_a_question_asks_for_what_was_told_so_far_back(distance: int) -> None:
+    for seed in range(8):
+        question = draw_question(seed, distance, words)
+        assert question == draw_question(seed, distance, words)
+        story, asked = question.prompt.split("\nQ: ")
+        reader = Reader()
+        reader.read(story)
+        assert reader.answer(asked.split("\n")[0]) == question.asked.value
+        assert 0.8 * distance <= question.distance <= max(distance, 24)
+        sentences, told = story.split("."), Reader()
+        ends = [
+            words(".".join(sentences[index + 1 :])) + words(question.asked.prompt) for index in range(len(sentences))
+        ]
+        before = [end for end, text in zip(ends, sentences, strict=True) if _changes(told, text, asked)]
+        assert abs(min(before) - question.distance) <= 2 or question.asked.kind == "together"
+
+
+def _changes(reader: Reader, sentence: str, asked: str) -> bool:
+    """Whether the answer is another one, or there at all, after this sentence."""
+    question = asked.split("\n")[0]
+
+    def now() -> str | None:
+        try:
+            return reader.answer(question)
+        except KeyError:
+            return None
+
+    before = now()
+    reader.read(sentence)
+    return now() != before
+
+
+def test_only_the_right_value_is_right() -> None:
+    question = draw_question(3, 64, words)
+    assert question.right(question.asked.answer)
+    assert question.right(f" {question.asked.value}.\n The rain")
+    assert not question.right(question.asked.answer.replace(question.asked.value, "nobody"))
+    assert not question.right("")

@@ -1,0 +1,108 @@
+"""What the training script has of its own is what transformers computes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GlmMoeDsaConfig
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from stepbind.demo.stories import story_pieces
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import demo_data
+import demo_models
+import demo_sparse
+
+
+def test_the_chunked_delta_rule_is_transformers_own() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 128, 3, 16, requires_grad=True) for _ in range(3))
+    g, beta = -torch.rand(2, 128, 3, requires_grad=True), torch.rand(2, 128, 3)
+    ours, _ = demo_models.chunk_delta_rule(query, key, value, g=g, beta=beta)
+    theirs, _ = modeling_qwen3_5.torch_chunk_gated_delta_rule(
+        query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True
+    )
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    of_ours = torch.autograd.grad(ours.square().sum(), [query, key, value])
+    of_theirs = torch.autograd.grad(theirs.square().sum(), [query, key, value])
+    torch.testing.assert_close(of_ours, of_theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_the_convolution_is_transformers_own() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 8, 20), torch.randn(8, 4)
+    theirs = modeling_qwen3_5.causal_conv1d_fn(hidden, weight, None, activation="silu")
+    torch.testing.assert_close(demo_models.convolve(hidden, weight), theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def sparse_model() -> Any:
+    """Small, with weights wide enough that no two scores are close."""
+    config = demo_models.sparse_mla_config().to_dict() | {"index_topk": 8, "initializer_range": 0.1}
+    torch.manual_seed(0)
+    return GlmMoeDsaForCausalLM(GlmMoeDsaConfig.from_dict(config)).eval()
+
+
+def logits_of(model: Any, how: str | None) -> torch.Tensor:
+    ids = torch.randint(0, 1000, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        if how is None:
+            return model(ids, use_cache=False).logits  # type: ignore[no-any-return]
+        with demo_sparse.attending(model, how):
+            return model(ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def test_sparse_training_attends_to_what_transformers_chooses(sparse_model: Any) -> None:
+    torch.testing.assert_close(
+        logits_of(sparse_model, demo_sparse.SPARSE), logits_of(sparse_model, None), atol=1e-4, rtol=1e-3
+    )
+
+
+def test_dense_training_attends_to_everything(sparse_model: Any) -> None:
+    dense, indexed = (logits_of(sparse_model, how) for how in (demo_sparse.DENSE, demo_sparse.INDEXED))
+    torch.testing.assert_close(dense, indexed)
+    assert (dense - logits_of(sparse_model, None)).abs().max() > 0.01
+    for layer in sparse_model.model.layers:
+        layer.self_attn.indexer.index_topk = 40
+    torch.testing.assert_close(dense, logits_of(sparse_model, None), atol=1e-4, rtol=1e-3)
+    for layer in sparse_model.model.layers:
+        layer.self_attn.indexer.index_topk = 8
+
+
+def test_only_the_indexers_learn_from_their_loss(sparse_model: Any) -> None:
+    ids = torch.randint(0, 1000, (1, 32), generator=torch.Generator().manual_seed(2))
+    with demo_sparse.attending(sparse_model, demo_sparse.INDEXED):
+        sparse_model(ids, use_cache=False)
+        demo_sparse.indexer_loss(sparse_model).backward()
+    trained = {id(weight) for weight in demo_sparse.indexer_weights(sparse_model)}
+    for name, weight in sparse_model.named_parameters():
+        assert (weight.grad is not None and bool(weight.grad.any())) == (id(weight) in trained), name
+
+
+def test_tokens_of_pieces_are_the_tokens_of_the_whole() -> None:
+    tokenizer = demo_data.make_tokenizer(0)
+    assert len(tokenizer) <= demo_data.VOCAB_SIZE
+    for seed in range(5):
+        pieces = story_pieces(random.Random(seed), characters=3000)
+        whole = tokenizer("".join(piece.text for piece in pieces))["input_ids"]
+        parts = tokenizer([piece.text for piece in pieces])["input_ids"]
+        assert [token for part in parts for token in part] == whole
+        assert tokenizer.decode(whole) == "".join(piece.text for piece in pieces)
+
+
+def test_a_row_of_stories_is_full_and_marks_its_answers() -> None:
+    tokenizer = demo_data.make_tokenizer(0)
+    rows = demo_data.Stories(tokenizer, 0, 100, 4, 200)
+    for index in range(4):
+        ids, answers = rows[index]
+        assert ids.shape == answers.shape == (201,)
+        text = tokenizer.decode(ids[answers])
+        assert text.count("\n") in (tokenizer.decode(ids).count("A:"), tokenizer.decode(ids).count("A:") - 1)
