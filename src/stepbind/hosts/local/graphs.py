@@ -31,7 +31,7 @@ WARMUPS = 2
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A captured decode pass of `rows` padded rows. `result` [rows + 2 * groups] int32: each row's best token, and
-    behind them the arena's faults; logits [rows, vocabulary] float32."""
+    behind them the arena's faults; logits [rows, vocabulary] in the model's dtype."""
 
     rows: int
     replay: Callable[[], None]
@@ -119,7 +119,7 @@ class DecodeGraphs:
             out = self._model(
                 input_ids=rows.token[:size][None].long(), position_ids=plan.shared.position[None], use_cache=False
             )
-        logits = out.logits[0].float()
+        logits = out.logits[0]
         best = logits.argmax(dim=-1).int()
         rows.token[:size] = best
         rows.prior_len[:size] += rows.query_len[:size]
