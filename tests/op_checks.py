@@ -15,8 +15,9 @@ import torch
 
 from stepbind.caches import KVPages
 from stepbind.groups import CacheGroup, GroupKind
-from stepbind.ops import triton_attention, triton_cache_write, triton_causal_conv, triton_gated_delta
+from stepbind.ops import triton_attention, triton_cache_write, triton_causal_conv, triton_gated_delta, triton_linear
 from stepbind.ops.decay import Decay
+from stepbind.ops.linear import ARRIVALS
 from stepbind.ops.reference import causal_conv_reference, gated_delta_reference, paged_attention_reference
 from stepbind.plan import PagedPlan, Plan, StatePlan, build_plan, make_arena
 from stepbind.step import Lengths, Phase, make_step
@@ -226,3 +227,21 @@ def check_gated_delta(
     assert_close(out, want, dtype)
     assert_close(on_device, states, dtype)
     assert bool((out[int(plan.shared.query_start[-1]) :] == 0).all())
+
+
+def check_few_rows_linear(
+    seed: int, rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: str
+) -> None:
+    """Few rows times a weight, twice on the same counters, which it leaves at zero."""
+    assert triton_linear.serves(rows, out_features, in_features)
+    torch.manual_seed(seed)
+    weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype).to(device)
+    bias = normal(out_features, dtype=dtype).to(device) if seed % 2 else None
+    arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
+    for _ in range(2):
+        x = normal(1, rows, in_features, dtype=dtype).to(device)
+        out = triton_linear.few_rows_linear(x, weight, bias, arrived)
+        want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        assert out.shape == want.shape
+        assert_close(out, want, dtype)
+        assert not arrived.any()

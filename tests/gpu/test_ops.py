@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stepbind.ops import fla_gated_delta, triton_attention
 from stepbind.step import Phase
-from tests.op_checks import Shape, check_attention, check_convolution, check_gated_delta
+from tests.op_checks import Shape, check_attention, check_convolution, check_few_rows_linear, check_gated_delta
 
 seeds = st.integers(0, 2**32)
 phases = st.sampled_from(Phase)
@@ -58,3 +58,13 @@ def test_the_gated_delta_rule_equals_the_reference(
 def test_chunked_prefill_equals_the_reference(seed: int) -> None:
     shape = Shape(dtype=torch.bfloat16, key_dim=64, value_dim=64, longest=150)
     check_gated_delta(seed, Phase.PREFILL, shape, "cuda", rule=fla_gated_delta.chunked_gated_delta)
+
+
+WEIGHTS = ((8192, 2048), (2048, 2048), (2048, 4096), (2048, 6144), (6144, 2048), (32, 2048), (100, 64), (7, 272))
+
+
+@pytest.mark.parametrize("shape", WEIGHTS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 17, 32])
+def test_few_rows_times_a_weight_equal_the_exact_product(rows: int, shape: tuple[int, int]) -> None:
+    for seed, dtype in ((0, torch.bfloat16), (1, torch.float16)):
+        check_few_rows_linear(seed, rows, *shape, dtype, "cuda")

@@ -20,7 +20,15 @@ from triton.runtime.jit import JITFunction
 
 from stepbind.caches import KVPages
 from stepbind.groups import CacheGroup, GroupKind
-from stepbind.ops import fla_gated_delta, triton_attention, triton_cache_write, triton_causal_conv, triton_gated_delta
+from stepbind.ops import (
+    fla_gated_delta,
+    triton_attention,
+    triton_cache_write,
+    triton_causal_conv,
+    triton_gated_delta,
+    triton_linear,
+    triton_pdl,
+)
 from stepbind.ops.decay import Decay
 from stepbind.plan import build_plan, make_arena
 from stepbind.step import Phase, make_step
@@ -128,8 +136,23 @@ def run_ops(dtype: torch.dtype, state_dtype: torch.dtype, phase: Phase, rows: in
         fla_gated_delta.chunked_gated_delta(*heads, decay, empty(tokens, 16), recurrent, states, shared, sizes)
 
 
+def run_products(dtype: torch.dtype, rows: int) -> None:
+    """The products of such a model's decode pass that are ours, by the shape of their weights."""
+    for out_features, in_features in ((8192, 2048), (32, 2048), (2048, 2048), (2048, 4096), (2048, 6144)):
+        x, weight = (torch.empty(n, in_features, dtype=dtype) for n in (rows, out_features))
+        triton_linear.few_rows_linear(x, weight, None, torch.zeros(1, dtype=torch.int32))
+
+
 def main(target: str) -> None:
+    is_nvidia = TARGETS[target].backend == "cuda"
+    triton_pdl.launches_early = lambda device: is_nvidia
+    if not is_nvidia:
+        triton_linear.STAGES = 2
+
     def work() -> None:
+        for rows in (1, 4, 8, 32):
+            run_products(torch.bfloat16, rows)
+        run_products(torch.float16, 32)
         run_ops(torch.bfloat16, torch.bfloat16, Phase.DECODE, 256, 1, 512)
         run_ops(torch.bfloat16, torch.float32, Phase.DECODE, 1, 1, 512)
         run_ops(torch.bfloat16, torch.float32, Phase.VERIFY, 4, 3, 512)

@@ -20,6 +20,8 @@ KERNELS = {
     "_convolve_tokens",
     "_leave_states",
     "_recurrent_gated_delta",
+    "_multiply_vectors",
+    "_multiply_tiles",
     "_gather_states",
     "_scatter_states",
 }

@@ -10,7 +10,7 @@ On the CPU there is nothing to capture with; the same pass, with the host scalar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from stepbind.bind import bind
 from stepbind.caches import Caches
 from stepbind.hosts.local.rows import DecodeRows
 from stepbind.models.experts import capturable_experts
+from stepbind.ops.linear import ARRIVALS, few_rows_linears
 from stepbind.plan import Arena, build_plan
 from stepbind.step import Lengths, Phase, Step, make_step
 
@@ -58,6 +59,7 @@ class DecodeGraphs:
         self._graphs: dict[int, Graph] = {}
         self._generation = caches.generation
         self._pool: Any = None
+        self._arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device=arena.device)
 
     @property
     def stale(self) -> bool:
@@ -70,7 +72,8 @@ class DecodeGraphs:
         self._graphs = {}
         self._generation = self._caches.generation
         for size in reversed(self._sizes):
-            self._graphs[size] = self._capture(size)
+            with self._fast_linears(size):
+                self._graphs[size] = self._capture(size)
 
     def for_rows(self, count: int) -> Graph:
         """The smallest captured graph that has `count` rows."""
@@ -98,6 +101,12 @@ class DecodeGraphs:
             logits, result = self._forward(step)
         self._pool = self._pool or graph.pool()
         return Graph(size, graph.replay, logits, result)
+
+    def _fast_linears(self, size: int) -> AbstractContextManager[None]:
+        """Around all passes of a size, so that its layers compile once."""
+        if self._arena.device.type != "cuda":
+            return nullcontext()
+        return few_rows_linears(self._model, size, self._arrived)
 
     def _step(self, size: int) -> Step:
         """Lengths and tables where the rows keep them; the host's lengths are bounds."""
