@@ -18,18 +18,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from stepbind.caches import KVPages
+from stepbind.caches import KVPages, StateSlots
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.ops import (
     fla_gated_delta,
     triton_attention,
     triton_cache_write,
     triton_causal_conv,
+    triton_delta_decode,
     triton_gated_delta,
     triton_linear,
     triton_pdl,
 )
 from stepbind.ops.decay import Decay
+from stepbind.ops.delta_decode import DeltaWeights
 from stepbind.plan import build_plan, make_arena
 from stepbind.step import Phase, make_step
 
@@ -131,6 +133,12 @@ def run_ops(dtype: torch.dtype, state_dtype: torch.dtype, phase: Phase, rows: in
     decay = Decay(empty(tokens, 16), empty(16, dtype=torch.float32), empty(16, dtype=torch.float32))
     recurrent = empty(16, 16, 128, 128, dtype=state_dtype)
     triton_gated_delta.recurrent_gated_delta(*heads, decay, empty(tokens, 16), recurrent, states, shared, sizes)
+    if phase is Phase.DECODE:
+        query, key, value, gate = empty(tokens, 16, 512).split(128, dim=-1)
+        a, b = empty(tokens, 16, 2).split(1, dim=-1)
+        weights = DeltaWeights(empty(6144, 4), None, decay.A_log, decay.dt_bias, empty(128), 1e-6, 1.0)
+        slots = StateSlots(recurrent, conv)
+        triton_delta_decode.delta_decode(query, key, value, gate, a[..., 0], b[..., 0], weights, slots, states, shared)
     if phase is Phase.PREFILL:
         fla_gated_delta._chunk_function = lambda: lambda *a, **k: (a[2], k["initial_state"])
         fla_gated_delta.chunked_gated_delta(*heads, decay, empty(tokens, 16), recurrent, states, shared, sizes)

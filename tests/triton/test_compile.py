@@ -20,6 +20,7 @@ KERNELS = {
     "_convolve_tokens",
     "_leave_states",
     "_recurrent_gated_delta",
+    "_delta_decode",
     "_multiply_vectors",
     "_multiply_tiles",
     "_gather_states",
