@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 
 from stepbind.caches import KVPages
+from stepbind.ops import triton_pdl
 from stepbind.ops.triton_attention_prefill import attend_rows
 from stepbind.ops.triton_attention_tile import attend_tile, compute_dtype, tile_tokens
+from stepbind.ops.triton_pdl import wait_for_inputs
 from stepbind.plan.plan import PagedPlan, Shared, Sizes
 from stepbind.step import Phase
 
@@ -68,6 +70,7 @@ def _attend_tokens(
     tile, dims = tile_tokens(head_dim), triton.next_power_of_2(head_dim)
     splits = num_splits(num_tokens, num_kv_heads, sizes.max_context, tile)
     target, peak, weight = out, out, out
+    early = triton_pdl.launches_early(query.device)
     if splits > 1:
         target = query.new_empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32)
         peak = query.new_empty((num_tokens, num_heads, splits), dtype=torch.float32)
@@ -98,8 +101,10 @@ def _attend_tokens(
         tile,
         splits > 1,
         compute_dtype(query, pages),
+        early,
         num_warps=4,
         num_stages=3 if query.element_size() == 2 else 1,
+        **triton_pdl.launch_options(early),
     )
     if splits > 1:
         _merge_splits[(num_tokens, num_heads)](
@@ -117,6 +122,8 @@ def _attend_tokens(
             dims,
             tile,
             MERGED_AT_ONCE,
+            early,
+            **triton_pdl.launch_options(early),
         )
 
 
@@ -170,12 +177,14 @@ def _attend_split(
     TILE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     COMPUTE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (t, h, s): the s-th part of token t's context, for the query heads of KV head h.
 
     out: [T, heads, D] where the context is not split; else [T, heads, splits, D] float32 sums of values, with their
     peaks and weights [T, heads, splits] beside them. Parts without positions are not written, the first always is.
     """
+    wait_for_inputs(PDL)
     token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
     row, context = _context_of(tl.program_id(0), row_of_token, query_start, prior_len, table_columns, PAGE)
@@ -245,8 +254,10 @@ def _merge_splits(
     DIMS: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (t, h): the result of token t and query head h from the parts of its context that have positions."""
+    wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     _, context = _context_of(tl.program_id(0), row_of_token, query_start, prior_len, table_columns, PAGE)
     used = tl.cdiv(context, tl.maximum(_positions_per_split(context, splits, TILE), 1))
