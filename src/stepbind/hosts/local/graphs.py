@@ -21,10 +21,14 @@ from stepbind.bind import bind
 from stepbind.caches import Caches
 from stepbind.hosts.local.rows import DecodeRows
 from stepbind.models.experts import capturable_experts
+from stepbind.ops import linear
 from stepbind.ops.linear import ARRIVALS, few_rows_linears
 from stepbind.plan import Arena, build_plan
 from stepbind.step import Lengths, Phase, Step, make_step
 
+EARLY_LAYERS = True
+"""Whether the kernels that torch.compile makes start before their predecessor has ended, as `ops.triton_pdl` has it.
+torch does so on NVIDIA GPUs since Hopper alone."""
 WARMUPS = 2
 """Passes before a capture: kernels are compiled and libraries set up in them, which a capture cannot."""
 
@@ -104,7 +108,7 @@ class DecodeGraphs:
 
     def _fast_linears(self, size: int) -> AbstractContextManager[None]:
         """Around all passes of a size, so that its layers compile once."""
-        if self._arena.device.type != "cuda":
+        if self._arena.device.type != "cuda" or torch.version.hip is not None:  # not measured on AMD
             return nullcontext()
         return few_rows_linears(self._model, size, self._arrived)
 
@@ -144,7 +148,7 @@ class DecodeGraphs:
         layers = self._model.get_decoder().layers
         with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
             for layer in layers:
-                layer.compile(dynamic=False, options=inductor_options(rows))
+                layer.compile(dynamic=False, options=inductor_options(rows, self._model.dtype))
             try:
                 yield
             finally:
@@ -152,8 +156,10 @@ class DecodeGraphs:
                     layer._compiled_call_impl = None  # what `compile` sets; there is no call that undoes it
 
 
-def inductor_options(rows: int) -> dict[str, bool]:
-    """How torch.compile treats the layers of a graph of so many rows. For one row, products become tuned reductions
-    that norms and gates fuse into (9% of a step on an H200, bench/results); for more, the libraries' products are the
-    fastest that was tried."""
-    return {"coordinate_descent_tuning": True} if rows == 1 else {}
+def inductor_options(rows: int, dtype: torch.dtype) -> dict[str, bool]:
+    """How torch.compile treats the layers of a graph of so many rows. Where products are not ours, those of one row
+    become tuned reductions that norms and gates fuse into (9% of a step on an H200, bench/results)."""
+    options = {"triton.enable_pdl": True} if EARLY_LAYERS else {}
+    if rows == 1 and (dtype is torch.float32 or not linear.ENABLED):
+        options["coordinate_descent_tuning"] = True
+    return options
