@@ -53,21 +53,22 @@ def token_step_in_parts() -> None:
     delta_decode.ENABLED = False
 
 
-def attention_in_few_parts() -> None:
-    triton_attention.PROGRAMS = 128
+def attention_one_tile_ahead() -> None:
+    triton_attention.STAGES = 3
 
 
 def without_all() -> None:
     all_start_late()
     library_products()
     token_step_in_parts()
+    attention_one_tile_ahead()
 
 
 VARIANTS: dict[str, Callable[[], None]] = {
     "compiled layers start late": layers_start_late,
     "the library's products": library_products,
     "DeltaNet token step in parts": token_step_in_parts,
-    "attention in half as many parts": attention_in_few_parts,
+    "attention with one tile under way": attention_one_tile_ahead,
     "without all of these": without_all,
 }
 """What can be left out, to see what it gives."""
@@ -117,7 +118,7 @@ def make_model(device: str) -> Any:
         linear_value_head_dim=16 if tiny else 128,
         layer_types=(["linear_attention"] * 3 + ["full_attention"]) * (1 if tiny else 6),
         num_experts=0,
-        max_position_embeddings=1024,
+        max_position_embeddings=768,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -141,9 +142,9 @@ def ours(case: Case, model: Any, wait: Callable[[], None]) -> Result:
     on_gpu = model.device.type == "cuda"
     options = EngineOptions(
         block_size=BLOCK,
-        token_budget=8192,
+        token_budget=4096,
         max_rows=case.rows,
-        cache_tokens=case.rows * 1024,
+        cache_tokens=case.rows * 768,
         graphs=True,
         graph_rows=(case.rows,),
         state_dtype=case.by,

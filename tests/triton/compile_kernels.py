@@ -155,7 +155,7 @@ def main(target: str) -> None:
     is_nvidia = TARGETS[target].backend == "cuda"
     triton_pdl.launches_early = lambda device: is_nvidia
     if not is_nvidia:
-        triton_linear.STAGES = 2
+        triton_linear.STAGES, triton_attention.STAGES = 2, 3
 
     def work() -> None:
         for rows in (1, 4, 8, 32):

@@ -27,6 +27,9 @@ MAX_SPLITS = 64
 TOKENS_PER_SPLIT = 8192
 """Context tokens that one program of decode walks through at most, where MAX_SPLITS allows."""
 MERGED_AT_ONCE = 16
+STAGES = 5 if torch.version.hip is None else 3
+"""Of decode's loop over 16-bit pages. Two go to the table's entries, so that 3 have one tile of keys and values under
+way, and 5 have two, in 75 KB of shared memory (AMD has 64)."""
 
 
 def paged_attention(
@@ -103,7 +106,7 @@ def _attend_tokens(
         compute_dtype(query, pages),
         early,
         num_warps=4,
-        num_stages=3 if query.element_size() == 2 else 1,
+        num_stages=STAGES if query.element_size() == 2 else 1,
         **triton_pdl.launch_options(early),
     )
     if splits > 1:
