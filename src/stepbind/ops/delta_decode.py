@@ -11,6 +11,7 @@ from stepbind.plan.plan import Shared, Sizes, StatePlan
 from stepbind.step import Phase
 
 ENABLED = True
+"""False takes the three ops one after the other, to compare."""
 LARGEST_STATE = 2**14
 """Elements of a head's state that one program can hold in registers."""
 

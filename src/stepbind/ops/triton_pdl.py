@@ -20,6 +20,7 @@ except ImportError:  # a Triton without NVIDIA's part: `launches_early` is false
     gdc_launch_dependents = gdc_wait = None
 
 ENABLED = True
+"""False starts every kernel when the one before it has ended, to compare."""
 
 
 def launches_early(device: torch.device) -> bool:
