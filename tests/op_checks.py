@@ -13,11 +13,25 @@ from typing import Any
 
 import torch
 
-from stepbind.caches import KVPages
+from stepbind.caches import KVPages, StateSlots
 from stepbind.groups import CacheGroup, GroupKind
-from stepbind.ops import triton_attention, triton_cache_write, triton_causal_conv, triton_gated_delta
+from stepbind.ops import (
+    triton_attention,
+    triton_cache_write,
+    triton_causal_conv,
+    triton_delta_decode,
+    triton_gated_delta,
+    triton_linear,
+)
 from stepbind.ops.decay import Decay
-from stepbind.ops.reference import causal_conv_reference, gated_delta_reference, paged_attention_reference
+from stepbind.ops.delta_decode import DeltaWeights
+from stepbind.ops.linear import ARRIVALS
+from stepbind.ops.reference import (
+    causal_conv_reference,
+    gated_delta_reference,
+    gated_norm_reference,
+    paged_attention_reference,
+)
 from stepbind.plan import PagedPlan, Plan, StatePlan, build_plan, make_arena
 from stepbind.step import Lengths, Phase, make_step
 
@@ -226,3 +240,73 @@ def check_gated_delta(
     assert_close(out, want, dtype)
     assert_close(on_device, states, dtype)
     assert bool((out[int(plan.shared.query_start[-1]) :] == 0).all())
+
+
+def check_delta_decode(seed: int, shape: Shape, device: str, *, state_dtype: torch.dtype = torch.float32) -> None:
+    """Convolution, delta rule and gated norm of decode in one launch, against the three one after the other."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    plan = random_plan(rng, GroupKind.STATE, Phase.DECODE, shape)
+    group = plan.groups[0]
+    assert isinstance(group, StatePlan)
+    blocks, tokens, history = group.group.num_blocks, plan.sizes.padded_tokens, shape.width - 1
+    keys, values = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
+    recurrent = nan(blocks, shape.value_heads, shape.value_dim, shape.key_dim + 8, dtype=state_dtype)
+    recurrent = recurrent[..., : shape.key_dim]
+    conv = nan(blocks, history + 2, 2 * keys + values, dtype=shape.dtype)[:, :history]
+    for slot in group.state_read.tolist():
+        if slot >= 0:
+            recurrent[slot] = normal(shape.value_heads, shape.value_dim, shape.key_dim, dtype=state_dtype)
+            conv[slot] = normal(history, 2 * keys + values, dtype=shape.dtype)
+    # Interleaved by key head, as one projection of Qwen3-Next gives them.
+    per_key = [shape.key_dim, shape.key_dim, values // shape.key_heads, values // shape.key_heads]
+    query, key, value, gate = normal(tokens, shape.key_heads, sum(per_key), dtype=shape.dtype).split(per_key, dim=-1)
+    value, gate = (part.reshape(tokens, -1, shape.value_dim) for part in (value, gate))
+    a, b = (normal(tokens, shape.value_heads, dtype=shape.dtype) for _ in range(2))
+    weights = DeltaWeights(
+        conv=normal(2 * keys + values, shape.width, dtype=shape.dtype),
+        conv_bias=rng.choice((None, normal(2 * keys + values, dtype=shape.dtype))),
+        A_log=torch.rand(shape.value_heads),
+        dt_bias=torch.randn(shape.value_heads),
+        norm=normal(shape.value_dim, dtype=shape.dtype),
+        norm_eps=1e-2,  # not so small that the norm of a small output shows its rounding
+        beta_scale=rng.choice((1.0, 2.0)),
+    )
+
+    there, slots = moved(plan, device), moved(StateSlots(recurrent.clone(), conv.clone()), device)
+    inputs = (part.to(device) for part in (query, key, value, gate, a, b))
+    out = triton_delta_decode.delta_decode(*inputs, moved(weights, device), slots, there.groups[0], there.shared)
+
+    mixed = torch.cat([part.flatten(1) for part in (query, key, value)], dim=-1).float()
+    states, conv_states = recurrent.float(), conv.float()
+    bias = None if weights.conv_bias is None else weights.conv_bias.float()
+    mixed = causal_conv_reference(mixed, weights.conv.float(), bias, conv_states, group, plan.shared)
+    q, k, v = torch.nn.functional.silu(mixed).split([keys, keys, values], dim=-1)
+    q, k, v = (x.unflatten(-1, (-1, dim)) for x, dim in ((q, shape.key_dim), (k, shape.key_dim), (v, shape.value_dim)))
+    decay = Decay(a, weights.A_log, weights.dt_bias).computed()
+    rate = weights.beta_scale * b.float().sigmoid()
+    want = gated_delta_reference(q, k, v, decay, rate, states, group, plan.shared)
+    want = gated_norm_reference(want, weights.norm.float(), weights.norm_eps, gate.float())
+    dtype = max(shape.dtype, state_dtype, key=lambda dtype: TOLERANCE[dtype])
+    assert_close(out, want, dtype)
+    assert_close(slots.recurrent, states, dtype)
+    assert_close(slots.conv, conv_states, shape.dtype)
+    assert bool((out[int(plan.shared.query_start[-1]) :] == 0).all())
+
+
+def check_few_rows_linear(
+    seed: int, rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: str
+) -> None:
+    """Few rows times a weight, twice on the same counters, which it leaves at zero."""
+    assert triton_linear.serves(rows, out_features, in_features)
+    torch.manual_seed(seed)
+    weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype).to(device)
+    bias = normal(out_features, dtype=dtype).to(device) if seed % 2 else None
+    arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
+    for _ in range(2):
+        x = normal(1, rows, in_features, dtype=dtype).to(device)
+        out = triton_linear.few_rows_linear(x, weight, bias, arrived)
+        want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        assert out.shape == want.shape
+        assert_close(out, want, dtype)
+        assert not arrived.any()

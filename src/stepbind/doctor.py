@@ -17,6 +17,7 @@ OPS = (
     "causal convolution",
     "gated delta rule, decode",
     "gated delta rule, prefill",
+    "products of few rows",
     "latent attention",
     "latent attention, indexer",
 )
@@ -67,6 +68,10 @@ def _on_gpu(op: str) -> Choice:
         return Choice(
             op, "cuda", "Triton", "stepbind's own: scores, and a radix selection that falls on ties as the CPU's"
         )
+    if op == "products of few rows":
+        if torch.version.hip is not None:
+            return Choice(op, "cuda", "torch", "the library's; stepbind's own were not measured on AMD")
+        return Choice(op, "cuda", "Triton", "in decode graphs of up to 32 rows, for 16-bit weights; else the library's")
     if op != "gated delta rule, prefill":
         return Choice(op, "cuda", "Triton", "stepbind's own, the same source on NVIDIA and AMD")
     if find_spec("fla") is not None:

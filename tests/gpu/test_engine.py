@@ -60,12 +60,14 @@ def test_poisoned_graphs_equal_transformers_to_the_logit(family: str) -> None:
     assert_as_transformers(family, generate(family, options, return_logits=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
-def test_bfloat16_stays_within_its_own_error(family: str) -> None:
+@pytest.mark.parametrize(("family", "compiled"), [("qwen3_5", False), ("qwen3", False), ("qwen3_5", True)])
+def test_bfloat16_stays_within_its_own_error(family: str, compiled: bool) -> None:
     """Logits of a bfloat16 model by graphs are as far from the float32 model's as transformers' bfloat16 ones are."""
     wanted = expected(family, 4, NEW_TOKENS)
     rough = copy.deepcopy(gpu_model(family)).bfloat16()
     options = dataclasses.replace(OPTIONS, graphs=True, graph_rows=GRAPH_ROWS)
+    if compiled:
+        options = dataclasses.replace(options, graph_rows=(1,), max_rows=4, compile_layers=True)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True, return_logits=True)
     with LocalEngine(rough, options=options) as engine:
         completions = engine.generate([each.prompt for each in wanted], sampling)

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from stepbind.ops import fla_gated_delta, triton_attention
 from stepbind.step import Phase
-from tests.op_checks import Shape, check_attention, check_convolution, check_gated_delta
+from tests.op_checks import (
+    Shape,
+    check_attention,
+    check_convolution,
+    check_delta_decode,
+    check_few_rows_linear,
+    check_gated_delta,
+)
 
 seeds = st.integers(0, 2**32)
 phases = st.sampled_from(Phase)
@@ -58,3 +65,28 @@ def test_the_gated_delta_rule_equals_the_reference(
 def test_chunked_prefill_equals_the_reference(seed: int) -> None:
     shape = Shape(dtype=torch.bfloat16, key_dim=64, value_dim=64, longest=150)
     check_gated_delta(seed, Phase.PREFILL, shape, "cuda", rule=fla_gated_delta.chunked_gated_delta)
+
+
+WEIGHTS = ((8192, 2048), (2048, 2048), (2048, 4096), (2048, 6144), (6144, 2048), (32, 2048), (100, 64), (7, 272))
+
+
+@pytest.mark.parametrize("shape", WEIGHTS)
+@pytest.mark.parametrize("rows", [1, 4, 5, 29])
+def test_few_rows_times_a_weight_equal_the_exact_product(rows: int, shape: tuple[int, int]) -> None:
+    check_few_rows_linear(rows, rows, *shape, torch.bfloat16 if rows != 4 else torch.float16, "cuda")
+
+
+steps_of_a_layer = st.sampled_from((Shape(), Shape(key_heads=4, value_heads=4, key_dim=128, value_dim=128, width=3)))
+
+
+@settings(max_examples=60)
+@given(
+    seeds,
+    st.sampled_from((torch.float32, torch.bfloat16)),
+    st.sampled_from((torch.float32, torch.bfloat16)),
+    steps_of_a_layer,
+)
+def test_the_fused_token_step_equals_its_parts(
+    seed: int, dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape
+) -> None:
+    check_delta_decode(seed, dataclasses.replace(shape, dtype=dtype), "cuda", state_dtype=state_dtype)

@@ -18,18 +18,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from stepbind.caches import KVPages, LatentPages
+from stepbind.caches import KVPages, LatentPages, StateSlots
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.ops import (
     fla_gated_delta,
     triton_attention,
     triton_cache_write,
     triton_causal_conv,
+    triton_delta_decode,
     triton_gated_delta,
     triton_indexer,
     triton_latent_attention,
+    triton_linear,
+    triton_pdl,
 )
 from stepbind.ops.decay import Decay
+from stepbind.ops.delta_decode import DeltaWeights
 from stepbind.plan import build_plan, make_arena
 from stepbind.step import Phase, make_step
 
@@ -133,6 +137,12 @@ def run_ops(dtype: torch.dtype, state_dtype: torch.dtype, phase: Phase, rows: in
     decay = Decay(empty(tokens, 16), empty(16, dtype=torch.float32), empty(16, dtype=torch.float32))
     recurrent = empty(16, 16, 128, 128, dtype=state_dtype)
     triton_gated_delta.recurrent_gated_delta(*heads, decay, empty(tokens, 16), recurrent, states, shared, sizes)
+    if phase is Phase.DECODE:
+        query, key, value, gate = empty(tokens, 16, 512).split(128, dim=-1)
+        a, b = empty(tokens, 16, 2).split(1, dim=-1)
+        weights = DeltaWeights(empty(6144, 4), None, decay.A_log, decay.dt_bias, empty(128), 1e-6, 1.0)
+        slots = StateSlots(recurrent, conv)
+        triton_delta_decode.delta_decode(query, key, value, gate, a[..., 0], b[..., 0], weights, slots, states, shared)
     if phase is Phase.PREFILL:
         fla_gated_delta._chunk_function = lambda: lambda *a, **k: (a[2], k["initial_state"])
         fla_gated_delta.chunked_gated_delta(*heads, decay, empty(tokens, 16), recurrent, states, shared, sizes)
@@ -161,10 +171,24 @@ def run_latent_ops(dtype: torch.dtype, phase: Phase, rows: int, query: int, cont
     triton_latent_attention.sparse_latent_attention(*inputs, chosen, group, shared, 0.07)
 
 
+def run_products(dtype: torch.dtype, rows: int) -> None:
+    """The products of such a model's decode pass that are ours, by the shape of their weights."""
+    for out_features, in_features in ((8192, 2048), (32, 2048), (2048, 2048), (2048, 4096), (2048, 6144)):
+        x, weight = (torch.empty(n, in_features, dtype=dtype) for n in (rows, out_features))
+        triton_linear.few_rows_linear(x, weight, None, torch.zeros(1, dtype=torch.int32))
+
+
 def main(target: str) -> None:
     triton_latent_attention.shared_memory_bytes = lambda device: SHARED_BYTES[target]
+    is_nvidia = TARGETS[target].backend == "cuda"
+    triton_pdl.launches_early = lambda device: is_nvidia
+    if not is_nvidia:
+        triton_linear.STAGES, triton_attention.STAGES = 2, 3
 
     def work() -> None:
+        for rows in (1, 4, 8, 32):
+            run_products(torch.bfloat16, rows)
+        run_products(torch.float16, 32)
         run_ops(torch.bfloat16, torch.bfloat16, Phase.DECODE, 256, 1, 512)
         run_ops(torch.bfloat16, torch.float32, Phase.DECODE, 1, 1, 512)
         run_ops(torch.bfloat16, torch.float32, Phase.VERIFY, 4, 3, 512)

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from stepbind.ops import fla_gated_delta, triton_attention, triton_attention_splits
 from stepbind.step import Phase
 from tests.chunk_stand_in import chunk_gated_delta_rule
-from tests.op_checks import Shape, check_attention, check_convolution, check_gated_delta
+from tests.op_checks import (
+    Shape,
+    check_attention,
+    check_convolution,
+    check_delta_decode,
+    check_few_rows_linear,
+    check_gated_delta,
+)
 
 seeds = st.integers(0, 2**32)
 phases = st.sampled_from(Phase)
@@ -66,3 +73,32 @@ def test_the_rounds_of_chunked_prefill_equal_the_reference(seed: int) -> None:
         patch.setattr(fla_gated_delta, "_chunk_function", lambda: chunk_gated_delta_rule)
         rule = fla_gated_delta.chunked_gated_delta
         check_gated_delta(seed, Phase.PREFILL, dataclasses.replace(SMALL, longest=40), "cpu", rule=rule)
+
+
+@settings(max_examples=5)
+@given(seeds, st.integers(1, 32), st.integers(1, 20), st.integers(1, 10), dtypes)
+def test_few_rows_times_a_small_weight_equal_the_exact_product(
+    seed: int, rows: int, outputs: int, sixteenths: int, dtype: torch.dtype
+) -> None:
+    check_few_rows_linear(seed, rows, outputs, 16 * sixteenths, dtype, "cpu")
+
+
+@settings(max_examples=3)
+@given(seeds, st.integers(1, 4), st.sampled_from((2048, 4096, 6144)))
+def test_one_to_four_rows_times_long_weights(seed: int, rows: int, width: int) -> None:
+    check_few_rows_linear(seed, rows, 71, width, torch.bfloat16, "cpu")
+
+
+@settings(max_examples=3)
+@given(seeds, st.integers(5, 32), st.sampled_from(((2000, 512), (4096, 256), (6000, 128))))
+def test_few_rows_by_matrix_units_with_and_without_split_sums(seed: int, rows: int, shape: tuple[int, int]) -> None:
+    check_few_rows_linear(seed, rows, *shape, torch.float16, "cpu")
+
+
+@settings(max_examples=20)
+@given(seeds, dtypes, st.sampled_from((torch.float32, torch.bfloat16)), st.sampled_from((2, 3, 4)))
+def test_the_fused_token_step_equals_its_parts(
+    seed: int, dtype: torch.dtype, state_dtype: torch.dtype, width: int
+) -> None:
+    shape = dataclasses.replace(SMALL, dtype=dtype, width=width)
+    check_delta_decode(seed, shape, "cpu", state_dtype=state_dtype)

@@ -14,12 +14,27 @@ from stepbind.errors import UnknownModelError
 
 @dataclass(frozen=True, eq=False)
 class DeltaInputs:
-    """What a Gated DeltaNet layer projects from its hidden states. T tokens."""
+    """What a Gated DeltaNet layer projects from its hidden states. T tokens; all may be strided views."""
 
-    mixed: torch.Tensor  # [T, conv channels]: queries, keys and values side by side, before the convolution
+    query: torch.Tensor  # [T, key heads, key dim], this and the next two before the convolution
+    key: torch.Tensor  # [T, key heads, key dim]
+    value: torch.Tensor  # [T, value heads, value dim]
     gate: torch.Tensor  # [T, value heads, value dim], for the gated norm of the output
-    beta: torch.Tensor  # [T, value heads], learning rate
+    b: torch.Tensor  # [T, value heads], the learning rate is beta_scale * sigmoid(b)
     a: torch.Tensor  # [T, value heads], the decay before softplus
+    beta_scale: float = 1.0
+    joined: torch.Tensor | None = None  # query, key and value side by side, where one projection gives them so
+
+    def mixed(self) -> torch.Tensor:
+        """[T, conv channels]: queries, keys and values side by side."""
+        if self.joined is not None:
+            return self.joined
+        return torch.cat([part.flatten(1) for part in (self.query, self.key, self.value)], dim=-1)
+
+    def beta(self) -> torch.Tensor:
+        """[T, value heads]: the learning rate."""
+        beta = self.b.sigmoid()
+        return beta if self.beta_scale == 1 else beta * self.beta_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +44,7 @@ class DeltaLayout:
     module_class: str
     project: Callable[[Any, torch.Tensor], DeltaInputs]  # (module, hidden [T, hidden size])
     norm: str  # name of the gated norm submodule
+    norm_class: str  # its class, if all is as known: root mean square, weight, silu of the gate
     out: str  # name of the output projection
 
 

@@ -11,12 +11,14 @@ from stepbind.models.family import DeltaInputs, DeltaLayout, Family
 
 def project(module: Any, hidden: torch.Tensor) -> DeltaInputs:
     """A projection for each input; beta reaches 2 where negative eigenvalues are allowed."""
-    beta = module.b_proj(hidden).sigmoid()
     return DeltaInputs(
-        mixed=torch.cat([module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)], dim=-1),
+        query=module.q_proj(hidden).unflatten(-1, (-1, module.head_k_dim)),
+        key=module.k_proj(hidden).unflatten(-1, (-1, module.head_k_dim)),
+        value=module.v_proj(hidden).unflatten(-1, (-1, module.head_v_dim)),
         gate=module.g_proj(hidden).unflatten(-1, (-1, module.head_v_dim)),
-        beta=beta * 2.0 if module.allow_neg_eigval else beta,
+        b=module.b_proj(hidden),
         a=module.a_proj(hidden),
+        beta_scale=2.0 if module.allow_neg_eigval else 1.0,
     )
 
 
@@ -26,6 +28,6 @@ FAMILIES = (
         ("olmo_hybrid",),
         "Gated DeltaNet + full attention",
         attention_class="OlmoHybridAttention",
-        delta=DeltaLayout("OlmoHybridGatedDeltaNet", project, norm="o_norm", out="o_proj"),
+        delta=DeltaLayout("OlmoHybridGatedDeltaNet", project, "o_norm", "OlmoHybridRMSNormGated", out="o_proj"),
     ),
 )

@@ -11,11 +11,16 @@ from stepbind.models.family import DeltaInputs, DeltaLayout, Family
 
 def project(module: Any, hidden: torch.Tensor) -> DeltaInputs:
     """One projection each for queries, keys and values together, the gate, beta and the decay."""
+    mixed = module.in_proj_qkv(hidden)
+    query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
     return DeltaInputs(
-        mixed=module.in_proj_qkv(hidden),
+        query=query.unflatten(-1, (-1, module.head_k_dim)),
+        key=key.unflatten(-1, (-1, module.head_k_dim)),
+        value=value.unflatten(-1, (-1, module.head_v_dim)),
         gate=module.in_proj_z(hidden).unflatten(-1, (-1, module.head_v_dim)),
-        beta=module.in_proj_b(hidden).sigmoid(),
+        b=module.in_proj_b(hidden),
         a=module.in_proj_a(hidden),
+        joined=mixed,
     )
 
 
@@ -25,13 +30,13 @@ FAMILIES = (
         ("qwen3_5_text",),
         "Gated DeltaNet + full attention",
         attention_class="Qwen3_5Attention",
-        delta=DeltaLayout("Qwen3_5GatedDeltaNet", project, norm="norm", out="out_proj"),
+        delta=DeltaLayout("Qwen3_5GatedDeltaNet", project, "norm", "Qwen3_5RMSNormGated", out="out_proj"),
     ),
     Family(
         "Qwen3.5-MoE",
         ("qwen3_5_moe_text",),
         "Gated DeltaNet + full attention",
         attention_class="Qwen3_5MoeAttention",
-        delta=DeltaLayout("Qwen3_5MoeGatedDeltaNet", project, norm="norm", out="out_proj"),
+        delta=DeltaLayout("Qwen3_5MoeGatedDeltaNet", project, "norm", "Qwen3_5MoeRMSNormGated", out="out_proj"),
     ),
 )

@@ -14,8 +14,7 @@ def project(module: Any, hidden: torch.Tensor) -> DeltaInputs:
     query, key, value, gate, b, a = module.fix_query_key_value_ordering(
         module.in_proj_qkvz(hidden[None]), module.in_proj_ba(hidden[None])
     )
-    mixed = torch.cat([part[0].flatten(1) for part in (query, key, value)], dim=-1)
-    return DeltaInputs(mixed=mixed, gate=gate[0], beta=b[0].sigmoid(), a=a[0])
+    return DeltaInputs(query=query[0], key=key[0], value=value[0], gate=gate[0], b=b[0], a=a[0])
 
 
 FAMILIES = (
@@ -24,6 +23,6 @@ FAMILIES = (
         ("qwen3_next",),
         "Gated DeltaNet + full attention",
         attention_class="Qwen3NextAttention",
-        delta=DeltaLayout("Qwen3NextGatedDeltaNet", project, norm="norm", out="out_proj"),
+        delta=DeltaLayout("Qwen3NextGatedDeltaNet", project, "norm", "Qwen3NextRMSNormGated", out="out_proj"),
     ),
 )

@@ -90,6 +90,11 @@ def gated_delta_reference(
     return out
 
 
+def gated_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor) -> torch.Tensor:
+    """Each head's x [T, heads, D] divided by its root mean square, times weight [D] and silu(gate [T, heads, D])."""
+    return x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight * torch.nn.functional.silu(gate)
+
+
 def _snapshot_slots(plan: StatePlan, row: int, covered: int) -> list[int]:
     snapshots = plan.snapshots
     entries = zip(snapshots.row.tolist(), snapshots.offset.tolist(), snapshots.slot.tolist(), strict=True)

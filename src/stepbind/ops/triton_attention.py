@@ -14,14 +14,19 @@ import triton
 import triton.language as tl
 
 from stepbind.caches import KVPages
+from stepbind.ops import triton_pdl
 from stepbind.ops.triton_attention_prefill import attend_rows
 from stepbind.ops.triton_attention_splits import context_of, merge_splits, num_splits, positions_per_split
 from stepbind.ops.triton_attention_tile import attend_tile, compute_dtype, tile_tokens
+from stepbind.ops.triton_pdl import wait_for_inputs
 from stepbind.plan.plan import PagedPlan, Shared, Sizes
 from stepbind.step import Phase
 
 PROGRAMS = 264
 """Programs that decode should have at least: two for each of an H200's 132 multiprocessors."""
+STAGES = 5 if torch.version.hip is None else 3
+"""Of decode's loop over 16-bit pages. Two go to the table's entries, so that 3 have one tile of keys and values under
+way, and 5 have two, in 75 KB of shared memory (AMD has 64)."""
 
 
 def paged_attention(
@@ -58,6 +63,7 @@ def _attend_tokens(
     tile, dims = tile_tokens(head_dim), triton.next_power_of_2(head_dim)
     splits = num_splits(num_tokens, num_kv_heads, sizes.max_context, tile, PROGRAMS)
     target, peak, weight = out, out, out
+    early = triton_pdl.launches_early(query.device)
     if splits > 1:
         target = query.new_empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32)
         peak = query.new_empty((num_tokens, num_heads, splits), dtype=torch.float32)
@@ -88,8 +94,10 @@ def _attend_tokens(
         tile,
         splits > 1,
         compute_dtype(query, pages.key),
+        early,
         num_warps=4,
-        num_stages=3 if query.element_size() == 2 else 1,
+        num_stages=STAGES if query.element_size() == 2 else 1,
+        **triton_pdl.launch_options(early),
     )
     if splits > 1:
         merge_splits(out, target, peak, weight, shared, plan.block_table.shape[1], page, tile)
@@ -130,12 +138,14 @@ def _attend_split(
     TILE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     COMPUTE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (t, h, s): the s-th part of token t's context, for the query heads of KV head h.
 
     out: [T, heads, D] where the context is not split; else [T, heads, splits, D] float32 sums of values, with their
     peaks and weights [T, heads, splits] beside them. Parts without positions are not written, the first always is.
     """
+    wait_for_inputs(PDL)
     token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
     row, context = context_of(tl.program_id(0), row_of_token, query_start, prior_len, table_columns, PAGE)

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from stepbind.ops import triton_pdl
+from stepbind.ops.triton_pdl import wait_for_inputs
 from stepbind.plan.plan import Shared
 
 MAX_SPLITS = 64
@@ -35,6 +37,7 @@ def merge_splits(
     """Means out [T, heads, D] of partial sums of values [T, heads, splits, D] with their peaks and weights [T, heads,
     splits] float32, as kernels leave them that take a context of at most table_columns * page tokens in tiles."""
     num_tokens, num_heads, splits, head_dim = partial.shape
+    early = triton_pdl.launches_early(out.device)
     _merge_splits[(num_tokens, num_heads)](
         out,
         partial,
@@ -50,6 +53,8 @@ def merge_splits(
         triton.next_power_of_2(head_dim),
         tile,
         MERGED_AT_ONCE,
+        early,
+        **triton_pdl.launch_options(early),
     )
 
 
@@ -84,8 +89,10 @@ def _merge_splits(
     DIMS: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (t, h): the result of token t and query head h from the parts of its context that have positions."""
+    wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     _, context = context_of(tl.program_id(0), row_of_token, query_start, prior_len, table_columns, PAGE)
     used = tl.cdiv(context, tl.maximum(positions_per_split(context, splits, TILE), 1))

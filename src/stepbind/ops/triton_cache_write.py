@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 from stepbind.caches import KVPages
+from stepbind.ops import triton_pdl
+from stepbind.ops.triton_pdl import wait_for_inputs
 
 
 def write_kv(pages: KVPages, key: torch.Tensor, value: torch.Tensor, slot: torch.Tensor) -> None:
@@ -14,6 +16,7 @@ def write_kv(pages: KVPages, key: torch.Tensor, value: torch.Tensor, slot: torch
     num_tokens, num_heads, head_dim = key.shape
     if num_tokens == 0:
         return
+    early = triton_pdl.launches_early(key.device)
     _write_kv[(num_tokens,)](
         key,
         value,
@@ -30,6 +33,8 @@ def write_kv(pages: KVPages, key: torch.Tensor, value: torch.Tensor, slot: torch
         pages.key.shape[2],
         triton.next_power_of_2(num_heads),
         triton.next_power_of_2(head_dim),
+        early,
+        **triton_pdl.launch_options(early),
     )
 
 
@@ -83,7 +88,9 @@ def _write_kv(
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     DIMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     target = tl.load(slot + token)
     block, offset = target // PAGE, target % PAGE

@@ -54,8 +54,8 @@ class GraphDecoder:
         return self._replay(batch)
 
     def land(self, flight: Flight) -> tuple[list[int], torch.Tensor]:
-        """Wait for a pass: each row's best token, and the logits [rows, vocabulary] float32, which hold until the next
-        launch. Raises `BlockFaultError` for faults that the plan counted."""
+        """Wait for a pass: each row's best token, and the logits [rows, vocabulary] in the model's dtype, which hold
+        until the next launch. Raises `BlockFaultError` for faults that the plan counted."""
         if flight.landed is not None:
             flight.landed.synchronize()
         count, values = len(flight.batch.sequences), flight.result.tolist()

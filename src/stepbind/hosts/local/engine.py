@@ -279,12 +279,13 @@ class LocalEngine:
                 continue
             if each.sequence.params.return_logits:
                 # A copy on the CPU too: the next replay overwrites a graph's logits.
-                each.sequence.logits.append(logits[row].to("cpu", copy=True))
-            deltas.append(self._advance(each, best[row] if each.sampler.greedy else each.sampler.draw(logits[row])))
+                each.sequence.logits.append(logits[row].to("cpu", torch.float32, copy=True))
+            token = best[row] if each.sampler.greedy else each.sampler.draw(logits[row].float())
+            deltas.append(self._advance(each, token))
         return deltas
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [rows that get a token, vocabulary] float32 of one pass."""
+        """Logits [rows that get a token, vocabulary] of one pass, in the model's dtype."""
         plan = build_plan(step_of(batch, self.groups, self.device), self._arena)
         input_ids = torch.tensor([batch.input_ids()], device=self.device)
         last = plan.shared.query_start[1:][batch.finishing()].long() - 1
@@ -292,7 +293,7 @@ class LocalEngine:
             out = self.model(
                 input_ids=input_ids, position_ids=plan.shared.position[None], use_cache=False, logits_to_keep=last
             )
-        return out.logits[0].float()  # type: ignore[no-any-return]
+        return out.logits[0]  # type: ignore[no-any-return]
 
     def _advance(self, live: _Live, token: int) -> tuple[Delta, Completion | None]:
         """Append a chosen token to its request, and end it where that was the last one."""

@@ -10,7 +10,7 @@ On the CPU there is nothing to capture with; the same pass, with the host scalar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,14 @@ from stepbind.bind import bind
 from stepbind.caches import Caches
 from stepbind.hosts.local.rows import DecodeRows
 from stepbind.models.experts import capturable_experts
+from stepbind.ops import linear
+from stepbind.ops.linear import ARRIVALS, few_rows_linears
 from stepbind.plan import Arena, build_plan
 from stepbind.step import Lengths, Phase, Step, make_step
 
+EARLY_LAYERS = True
+"""Whether the kernels that torch.compile makes start before their predecessor has ended, as `ops.triton_pdl` has it.
+torch does so on NVIDIA GPUs since Hopper alone."""
 WARMUPS = 2
 """Passes before a capture: kernels are compiled and libraries set up in them, which a capture cannot."""
 
@@ -31,7 +36,7 @@ WARMUPS = 2
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A captured decode pass of `rows` padded rows. `result` [rows + 2 * groups] int32: each row's best token, and
-    behind them the arena's faults; logits [rows, vocabulary] float32."""
+    behind them the arena's faults; logits [rows, vocabulary] in the model's dtype."""
 
     rows: int
     replay: Callable[[], None]
@@ -58,6 +63,7 @@ class DecodeGraphs:
         self._graphs: dict[int, Graph] = {}
         self._generation = caches.generation
         self._pool: Any = None
+        self._arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device=arena.device)
 
     @property
     def stale(self) -> bool:
@@ -70,7 +76,8 @@ class DecodeGraphs:
         self._graphs = {}
         self._generation = self._caches.generation
         for size in reversed(self._sizes):
-            self._graphs[size] = self._capture(size)
+            with self._fast_linears(size):
+                self._graphs[size] = self._capture(size)
 
     def for_rows(self, count: int) -> Graph:
         """The smallest captured graph that has `count` rows."""
@@ -99,6 +106,12 @@ class DecodeGraphs:
         self._pool = self._pool or graph.pool()
         return Graph(size, graph.replay, logits, result)
 
+    def _fast_linears(self, size: int) -> AbstractContextManager[None]:
+        """Around all passes of a size, so that its layers compile once."""
+        if self._arena.device.type != "cuda" or torch.version.hip is not None:  # not measured on AMD
+            return nullcontext()
+        return few_rows_linears(self._model, size, self._arrived)
+
     def _step(self, size: int) -> Step:
         """Lengths and tables where the rows keep them; the host's lengths are bounds."""
         rows, context = self._rows, self._arena.max_context
@@ -119,7 +132,7 @@ class DecodeGraphs:
             out = self._model(
                 input_ids=rows.token[:size][None].long(), position_ids=plan.shared.position[None], use_cache=False
             )
-        logits = out.logits[0].float()
+        logits = out.logits[0]
         best = logits.argmax(dim=-1).int()
         rows.token[:size] = best
         rows.prior_len[:size] += rows.query_len[:size]
@@ -135,7 +148,7 @@ class DecodeGraphs:
         layers = self._model.get_decoder().layers
         with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
             for layer in layers:
-                layer.compile(dynamic=False, options=inductor_options(rows))
+                layer.compile(dynamic=False, options=inductor_options(rows, self._model.dtype))
             try:
                 yield
             finally:
@@ -143,8 +156,10 @@ class DecodeGraphs:
                     layer._compiled_call_impl = None  # what `compile` sets; there is no call that undoes it
 
 
-def inductor_options(rows: int) -> dict[str, bool]:
-    """How torch.compile treats the layers of a graph of so many rows. For one row, products become tuned reductions
-    that norms and gates fuse into (9% of a step on an H200, bench/results); for more, the libraries' products are the
-    fastest that was tried."""
-    return {"coordinate_descent_tuning": True} if rows == 1 else {}
+def inductor_options(rows: int, dtype: torch.dtype) -> dict[str, bool]:
+    """How torch.compile treats the layers of a graph of so many rows. Where products are not ours, those of one row
+    become tuned reductions that norms and gates fuse into (9% of a step on an H200, bench/results)."""
+    options = {"triton.enable_pdl": True} if EARLY_LAYERS else {}
+    if rows == 1 and (dtype is torch.float32 or not linear.ENABLED):
+        options["coordinate_descent_tuning"] = True
+    return options

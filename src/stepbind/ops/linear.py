@@ -1,0 +1,70 @@
+"""Products of few rows with a weight: bound by reading the weight, which a library's general product does not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import TypeGuard
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+ENABLED = True
+"""False leaves all products to the library, to compare."""
+MAX_ROWS = 32
+"""The most rows that were tried (1 and 32 on an H200): a graph of more rows keeps the library's products."""
+ARRIVALS = 132
+"""Counters that one product may need: one for each of an H200's multiprocessors."""
+
+
+@torch.library.custom_op("stepbind::few_rows_linear", mutates_args=())
+def few_rows_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor
+) -> torch.Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype, summed in float32.
+
+    arrived: [ARRIVALS] int32 zeros, left as zeros; calls that share it must not overlap. Nothing for torch.compile to
+    look into. On CPU tensors, and for shapes that the kernels do not serve, it is torch's product.
+    """
+    if x.is_cuda:
+        from stepbind.ops import triton_linear
+
+        if triton_linear.serves(x.numel() // x.shape[-1], weight.shape[0], weight.shape[1]):
+            return triton_linear.few_rows_linear(x, weight, bias, arrived)
+    return linear(x, weight, bias)
+
+
+@few_rows_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@contextmanager
+def few_rows_linears(model: nn.Module, rows: int, arrived: torch.Tensor) -> Iterator[None]:
+    """The model's plain `nn.Linear` modules call `few_rows_linear` inside the block, where its kernels gained at
+    their shape and the weights have 16 bits; everything else of the modules stays. Undone on every exit."""
+    if not ENABLED or rows > MAX_ROWS:
+        yield
+        return
+    from stepbind.ops import triton_linear
+
+    # One function for all modules, so that torch.compile sees layers of a kind as the same code.
+    def forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = few_rows_linear(input, module.weight, module.bias, arrived)
+        return out
+
+    with ExitStack() as undo:
+        for module in model.modules():
+            if _is_plain(module) and triton_linear.serves(rows, module.out_features, module.in_features):
+                module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+                undo.callback(delattr, module, "forward")
+        yield
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is torch's linear layer with its own forward and a 16-bit weight as one contiguous tensor."""
+    if type(module) is not nn.Linear or "forward" in vars(module) or type(module.weight.data) is not torch.Tensor:
+        return False
+    return module.weight.dtype in (torch.bfloat16, torch.float16) and module.weight.is_contiguous()
