@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from stepbind.errors import BlockFaultError, StepError
 from stepbind.plan import PagedPlan, Plan, build_plan, check_faults, make_arena
-from stepbind.plan.arena import NO_FAULT_ROW, Arena
+from stepbind.plan.arena import Arena
+from stepbind.plan.faults import NO_FAULT_ROW
 from stepbind.plan.reference import ReferenceGroup, reference_plan
 from stepbind.step import Phase, Step
 from tests.random_steps import bounded_step, random_step, steps
@@ -37,6 +38,7 @@ def assert_plan_equals_reference(step: Step, plan: Plan, arena: Arena) -> None:
         count, first_row = arena.faults[index].tolist()
         assert count == reference.faults
         assert first_row == (NO_FAULT_ROW if reference.first_fault_row is None else reference.first_fault_row)
+    assert bool(arena.fault_counts.seen[0]) == any(reference.faults for reference in expected.groups)
 
 
 def assert_group_equals_reference(group_plan: object, reference: ReferenceGroup) -> None:
@@ -94,6 +96,7 @@ def test_strict_raises_exactly_where_the_reference_counts_faults(step: Step) -> 
             build_plan(step, arena)
     else:
         build_plan(step, arena)
+    arena.fault_counts.raise_seen()
     check_faults(arena)  # raised once, then forgotten
 
 

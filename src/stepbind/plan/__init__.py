@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepbind.errors import BlockFaultError
-from stepbind.plan.arena import NO_FAULT_ROW, Arena, make_arena, plan_views
+from stepbind.plan.arena import Arena, make_arena, plan_views
+from stepbind.plan.faults import FaultCounts
 from stepbind.plan.fill_torch import fill_torch
 from stepbind.plan.plan import (
     CONV_CHUNK,
@@ -15,11 +15,14 @@ from stepbind.plan.plan import (
     Snapshots,
     StatePlan,
 )
+from stepbind.plan.pool import ArenaPool
 from stepbind.step import Step
 
 __all__ = [
     "CONV_CHUNK",
     "Arena",
+    "ArenaPool",
+    "FaultCounts",
     "GroupPlan",
     "PagedPlan",
     "Plan",
@@ -61,18 +64,4 @@ def build_plan(step: Step, arena: Arena, *, strict: bool | None = None, triton: 
 def check_faults(arena: Arena) -> None:
     """Raise `BlockFaultError` for faults counted since the last call, and forget them. Reads device memory: call it
     where waiting is free."""
-    counts = arena.faults.tolist()
-    if not any(count for count, _ in counts):
-        return
-    arena.faults[:, 0] = 0
-    arena.faults[:, 1] = NO_FAULT_ROW
-    where = "; ".join(
-        f"{count} in group {group.name!r} (first in row {row})"
-        for group, (count, row) in zip(arena.cache_groups, counts, strict=True)
-        if count
-    )
-    raise BlockFaultError(
-        "block tables",
-        f"entries missing or out of range: {where}",
-        "a block for every token of every row's context",
-    )
+    arena.fault_counts.check()

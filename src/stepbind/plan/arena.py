@@ -10,6 +10,7 @@ import torch
 
 from stepbind.errors import StepError
 from stepbind.groups import CacheGroup, GroupKind, check_groups
+from stepbind.plan.faults import FaultCounts
 from stepbind.plan.plan import CONV_CHUNK, GroupPlan, PagedPlan, Plan, Shared, Sizes, Snapshots, StatePlan
 from stepbind.step import FEW_ROWS, Phase, Step
 
@@ -21,10 +22,9 @@ if TYPE_CHECKING:
 class Arena:
     """Buffers for steps of up to `max_rows` rows, `max_tokens` tokens and `max_context` tokens a row.
 
-    `shared` and `groups` are a plan's values at full size; `faults` [G, 2] int32 holds, per group, how many
-    block table entries were needed but missing or out of range, and the lowest row that needed one. state_sizes:
-    the different block sizes of the state groups, in tokens. `launcher` is what the Triton fill keeps between steps,
-    made when it first runs.
+    `shared` and `groups` are a plan's values at full size; `fault_counts` says, per group, how many block table entries
+    were needed but missing or out of range. state_sizes: the different block sizes of the state groups, in tokens.
+    `launcher` is what the Triton fill keeps between steps, made when it first runs.
     """
 
     max_rows: int
@@ -34,13 +34,15 @@ class Arena:
     shared: Shared
     groups: tuple[GroupPlan, ...]
     group_of_layer: dict[int, int]
-    faults: torch.Tensor
+    fault_counts: FaultCounts
     cache_groups: tuple[CacheGroup, ...]
     state_sizes: tuple[int, ...]
     launcher: Launcher | None = None
 
-
-NO_FAULT_ROW = 2**31 - 1
+    @property
+    def faults(self) -> torch.Tensor:
+        """[G, 2] int32, (count, lowest row) of each group's faults since they were last raised."""
+        return self.fault_counts.counts
 
 
 def make_arena(
@@ -50,8 +52,10 @@ def make_arena(
     max_tokens: int,
     max_context: int,
     device: torch.device | str = "cpu",
+    fault_counts: FaultCounts | None = None,
 ) -> Arena:
-    """An arena for these groups. Raises `StepError` for groups that repeat a name or layer, or sizes under 1."""
+    """An arena for these groups. fault_counts: those of another arena for the same groups, to count in the same place.
+    Raises `StepError` for groups that repeat a name or layer, or sizes under 1."""
     cache_groups = check_groups(groups)
     for name, value in (("max_rows", max_rows), ("max_tokens", max_tokens), ("max_context", max_context)):
         if value < 1:
@@ -93,17 +97,17 @@ def make_arena(
             physical = no_blocks(max_rows, -(-max_context // group.block_size))
         return PagedPlan(group, int64(max_tokens), no_blocks(max_rows, columns), physical)
 
-    faults = int32(len(cache_groups), 2)
-    faults[:, 1] = NO_FAULT_ROW
+    if fault_counts is None:
+        fault_counts = FaultCounts.of(cache_groups, device)
     return Arena(
         max_rows=max_rows,
         max_tokens=max_tokens,
         max_context=max_context,
-        device=faults.device,  # with its number, as the tables' devices have one
+        device=fault_counts.counts.device,  # with its number, as the tables' devices have one
         shared=shared,
         groups=tuple(group_buffers(group) for group in cache_groups),
         group_of_layer={layer: i for i, group in enumerate(cache_groups) for layer in group.layers},
-        faults=faults,
+        fault_counts=fault_counts,
         cache_groups=cache_groups,
         state_sizes=tuple({group.block_size: None for group in cache_groups if group.kind is GroupKind.STATE}),
     )

@@ -12,8 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepbind.plan.arena import NO_FAULT_ROW
-
 # Fields of the descriptor: first the step's, then GROUP_FIELDS for each group. Pointers are addresses, strides count
 # elements. Where the lengths are is an argument: everything else waits for them, and a field is one load later.
 ROTARY = tl.constexpr(0)  # the host's rotary positions, 0 = none given
@@ -29,6 +27,7 @@ OUT_SPAN_START = tl.constexpr(9)
 OUT_SPAN_END = tl.constexpr(10)
 OUT_CHUNK_ROW = tl.constexpr(11)
 OUT_CHUNK_INDEX = tl.constexpr(12)
+FAULT_SEEN = tl.constexpr(13)  # where the host looks: its own memory
 STEP_FIELDS = tl.constexpr(16)  # 128 bytes, a cache line, as GROUP_FIELDS are
 
 IS_STATE = tl.constexpr(0)
@@ -53,8 +52,6 @@ OUT_SNAPSHOT_ROW = tl.constexpr(13)
 OUT_SNAPSHOT_OFFSET = tl.constexpr(14)
 OUT_SNAPSHOT_SLOT = tl.constexpr(15)
 GROUP_FIELDS = tl.constexpr(16)
-
-_NO_ROW = tl.constexpr(NO_FAULT_ROW)
 
 
 @triton.jit
@@ -140,10 +137,13 @@ def kernel_entry(table_of, row, column, wanted, POWERS: tl.constexpr):
 
 @triton.jit
 def report(group, faults, row):
-    """Count the faults of some rows, and note the lowest row that has one. Nothing is summed for rows without."""
+    """Count the faults of some rows, note the lowest row that has one, and tell the host. Nothing is summed or stored
+    for rows without."""
     out = int32_at(group, FAULTS) + tl.zeros_like(row)
+    seen = int32_at(group - tl.program_id(1) * GROUP_FIELDS - STEP_FIELDS, FAULT_SEEN) + tl.zeros_like(row)
     tl.atomic_add(out, faults, mask=faults > 0, sem="relaxed")
     tl.atomic_min(out + 1, row, mask=faults > 0, sem="relaxed")
+    tl.store(seen, 1, mask=faults > 0)
 
 
 @triton.jit

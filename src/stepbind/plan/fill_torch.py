@@ -24,7 +24,7 @@ def fill_torch(step: Step, plan: Plan, arena: Arena) -> None:
         else _fill_state(step, plan.shared, table, group_plan)
         for table, group_plan in zip(step.tables, plan.groups, strict=True)
     ]
-    _count_faults(arena.faults, torch.stack(faults))
+    arena.fault_counts.add(torch.stack(faults))
 
 
 def _fill_shared(step: Step, shared: Shared) -> None:
@@ -198,14 +198,6 @@ class _Items:
         real = row < counts.shape[0]
         row = row.clamp(max=counts.shape[0] - 1)
         return _Items(row, index - (end - counts)[row], real)
-
-
-def _count_faults(faults: torch.Tensor, per_row: torch.Tensor) -> None:
-    """Add faults per_row [G, B] to the arena's [G, 2] (count, lowest row)."""
-    faults[:, 0] += per_row.sum(dim=1)
-    row = torch.arange(per_row.shape[1], device=faults.device)
-    lowest = torch.where(per_row > 0, row, torch.iinfo(torch.int32).max).amin(dim=1)
-    faults[:, 1] = torch.minimum(faults[:, 1], lowest)
 
 
 def _on_device(lengths: Lengths, rows: int, device: torch.device) -> torch.Tensor:

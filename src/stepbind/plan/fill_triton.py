@@ -116,6 +116,7 @@ class Launcher:
         words = np.zeros(fields + per_group * len(arena.groups), dtype=np.int64)
         outputs = [values.data_ptr() for values in vars(arena.shared).values()]
         words[kernels.OUT_QUERY_START.value : kernels.OUT_CHUNK_INDEX.value + 1] = outputs
+        words[kernels.FAULT_SEEN.value] = arena.fault_counts.seen.ctypes.data
         varying = list(range(kernels.OUT_QUERY_START.value))
         for index, group_plan in enumerate(arena.groups):
             start = fields + index * per_group
