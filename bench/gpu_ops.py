@@ -61,8 +61,10 @@ class Setting:
         def plan(device: str) -> Plan:
             there = {name: table.to(device) for name, table in tables.items()}
             step = make_step((attention, state), phase, [query] * rows, [prior] * rows, there)
-            sizes = {"max_rows": rows, "max_tokens": rows * query, "max_context": query + prior}
-            return build_plan(step, make_arena((attention, state), **sizes, device=device), strict=True)
+            arena = make_arena(
+                step.groups, max_rows=rows, max_tokens=rows * query, max_context=query + prior, device=device
+            )
+            return build_plan(step, arena, strict=True)
 
         return Setting(plan("cuda"), plan("cpu"), rows, rows * query, blocks)
 

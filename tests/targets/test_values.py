@@ -70,7 +70,7 @@ class Pass:
 
     def by_plan(self) -> Computed:
         tokens = self.positions.numel()
-        return compute_by_plan(self.inputs, self.host, tokens, self.profile, self.groups, PlanBuffers(), 64)
+        return compute_by_plan(self.inputs, self.host, tokens, self.profile, self.groups, PlanBuffers(), 64, False)
 
     def captured(self) -> Computed:
         return compute_captured(self.inputs, self.host, self.profile, self.groups, PlanBuffers(), 64)
@@ -151,7 +151,7 @@ def test_eager_passes_leave_the_buffers_of_graphs_alone(which: int) -> None:
     held = buffers.captured, buffers.captured_scratch, captured.seq_lens.data_ptr()
     rows, tables = 300, len(case.host.tables)
     inputs = pass_inputs(prefill=False, query=[1] * rows, prior=[5] * rows, tables=[[[1]] * rows] * tables)
-    compute_by_plan(inputs, read(inputs), rows, case.profile, case.groups, buffers, 64)
+    compute_by_plan(inputs, read(inputs), rows, case.profile, case.groups, buffers, 64, False)
     again = compute_captured(case.inputs, case.host, case.profile, case.groups, buffers, 64)
     assert (buffers.captured, buffers.captured_scratch, again.seq_lens.data_ptr()) == held
     with pytest.raises(StepError, match="got 300 rows, expected at most 256 in a capture"):

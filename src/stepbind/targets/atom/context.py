@@ -73,6 +73,13 @@ class RTPForwardContext:
                 state_indices_cache[key] = found
         return found
 
+    @staticmethod
+    def check_faults(runtime: Any) -> None:
+        """Raise `BlockFaultError` for missing blocks of the runtime's passes on a GPU, captured ones and those with
+        strict=False too, since they were last raised. Waits for the GPU: call it where waiting is free, and behind the
+        last pass."""
+        kept_on(runtime).buffers.check()
+
     @classmethod
     def build(
         cls,
@@ -86,8 +93,11 @@ class RTPForwardContext:
         strict: bool | None = None,
     ) -> RTPForwardContext:
         """The context of a pass. positions: [T] of the new tokens. cg_max_seq_len: longest context of a captured pass.
-        cg_bufs: kept for ATOM's readers; nothing here needs it. strict: raise at once for missing blocks; None: where
-        looking costs no wait, in eager passes that are no warm-up.
+        cg_bufs: kept for ATOM's readers; nothing here needs it. strict: raise at once for missing blocks, which on a
+        GPU waits for it; False: do not raise. None, in eager passes that are no warm-up: raise at once on the CPU, and
+        on a GPU in a later pass, as soon as the host can see it without waiting (`check_faults` looks at any time).
+
+        On a GPU the context's tensors hold until the runtime's next pass, but for passes inside of its `bind`.
 
         Raises `StepError` for what is missing or does not fit together, `BlockFaultError` for missing blocks.
         """
@@ -101,7 +111,8 @@ class RTPForwardContext:
         kept = kept_on(runtime)
         tensors = update_views(kept, runtime, maps, api)
         groups = update_groups(kept, runtime, maps, host)
-        computed, captured = _compute(cls.profile, kept, inputs, host, positions, groups, cg_max_seq_len, strict)
+        level = _bound.level_of(runtime)
+        computed, captured = _compute(cls.profile, kept, inputs, host, positions, groups, cg_max_seq_len, strict, level)
         caches = state_caches(host, computed)
         gdn = gdn_metadata(host, computed, groups, api, caches) if maps[0] else None
         metadata = attention_metadata(
@@ -165,10 +176,14 @@ _NO_LAYERS: dict[int, Any] = {}
 
 
 class _Bound(threading.local):
-    """The contexts that this thread has bound, outermost first."""
+    """The contexts that this thread has bound, outermost first, each with its runtime."""
 
     def __init__(self) -> None:
-        self.stack: list[RTPForwardContext] = []
+        self.stack: list[tuple[RTPForwardContext, Any]] = []
+
+    def level_of(self, runtime: Any) -> int:
+        """How many of them are the runtime's."""
+        return sum([of is runtime for _, of in self.stack])
 
 
 _bound = _Bound()
@@ -194,7 +209,7 @@ class _Binding(AbstractContextManager[None]):
         points = update_points(kept_on(self._runtime), latent, context.rtp_seq_size_per_block, api) if latent else []
         self._caches_before = api.cache_context.kv_cache_data
         self._local_before = getattr(api.local, "ctx", None)
-        _bound.stack.append(context)
+        _bound.stack.append((context, self._runtime))
         try:
             self._attached.attach(points)
             _set(api, context)
@@ -212,7 +227,7 @@ class _Binding(AbstractContextManager[None]):
         _bound.stack.pop()
         try:
             if _bound.stack:
-                _set(api, _bound.stack[-1])
+                _set(api, _bound.stack[-1][0])
             else:
                 api.reset_forward_context()
             if api.local is not None:
@@ -237,6 +252,11 @@ def _set(api: atom.AtomApi, context: RTPForwardContext) -> None:
             api.local.ctx = api.get_forward_context()
 
 
+def is_on_host(positions: torch.Tensor, host: AtomPass) -> bool:
+    """Whether a pass is computed from host values. Tests say no, to take a GPU's way on the CPU."""
+    return positions.is_cpu and host.tables[0].is_cpu
+
+
 def _compute(
     profile: Profile,
     kept: Kept,
@@ -246,13 +266,15 @@ def _compute(
     groups: AtomGroups,
     max_context: int,
     strict: bool | None,
+    level: int,
 ) -> tuple[Computed, bool]:
     budget = max(max_context, 1)
-    is_on_host = positions.is_cpu and host.tables[0].is_cpu
+    on_host = is_on_host(positions, host)
     # The warm-up before a capture takes the captured pass's way: what that needs must be there when the capture begins.
-    is_warm_up = host.graph_flag and not host.is_prefill and not is_on_host and max_context > 0
+    is_warm_up = host.graph_flag and not host.is_prefill and not on_host and max_context > 0
     if is_warm_up or atom.capturing():
         return compute_captured(inputs, host, profile, groups, kept.buffers, max_context), True
-    if is_on_host:
+    if on_host:
         return compute_on_host(host, positions, profile, groups, strict, budget), False
-    return compute_by_plan(inputs, host, positions.numel(), profile, groups, kept.buffers, budget), False
+    tokens = positions.numel()
+    return compute_by_plan(inputs, host, tokens, profile, groups, kept.buffers, budget, strict, level), False

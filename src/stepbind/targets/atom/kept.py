@@ -52,7 +52,10 @@ def update_views(kept: Kept, runtime: Any, maps: LayerMaps, api: AtomApi) -> dic
 
 
 def update_groups(kept: Kept, runtime: Any, maps: LayerMaps, host: AtomPass) -> AtomGroups:
-    """Groups, kept while the host's map, sizes and buffers are the same (seed behaviour 19: by content)."""
+    """Groups, kept while the host's map, sizes and buffers are the same (seed behaviour 19: by content).
+
+    Raises `BlockFaultError` for faults of earlier passes where the groups are others now.
+    """
     numbers = _numbers_of_layers(kept, runtime, host.layer_to_group)
     kv_cache = runtime.kv_cache
     sizes = (getattr(kv_cache, "seq_size_per_block", None), getattr(kv_cache, "kernel_seq_size_per_block", None))
@@ -60,6 +63,7 @@ def update_groups(kept: Kept, runtime: Any, maps: LayerMaps, host: AtomPass) -> 
     if kept.groups is None or key != kept.groups_key:
         groups = atom_groups(kv_cache, maps, host, numbers)
         if kept.groups is None or kept.groups.sources != groups.sources:
+            kept.buffers.check()  # waits, once: nobody looks at the faults counted there afterwards
             kept.buffers = PlanBuffers()
         kept.groups, kept.groups_key = groups, key
         runtime._rtp_layer_group_map = groups.layer_to_group

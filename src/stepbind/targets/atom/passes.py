@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from stepbind.errors import StepError
 from stepbind.groups import GroupKind
 from stepbind.hosts.rtp_llm.reader import read_pass
 from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
-from stepbind.plan import Arena, Plan, build_plan, make_arena
+from stepbind.plan import Arena, ArenaPool, Plan, build_plan, make_arena
 from stepbind.step import INT32_MAX, Granularity, Step
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups, granularity
@@ -39,18 +40,26 @@ MIN_ROWS = 256
 class PlanBuffers:
     """What passes that use the plan work in, kept between them for one set of groups. Those of captured passes are made
     with the first of them, which is the host's largest, and stay where they are, since graphs hold their addresses;
-    those of eager ones grow."""
+    those of eager ones grow.
+
+    eager, lenient: arenas of eager passes, whose faults are raised, and of those with strict=False, whose are not.
+    """
 
     captured: Arena | None = None
     captured_scratch: Scratch | None = None
-    eager: Arena | None = None
-    eager_scratch: Scratch | None = None
+    eager: ArenaPool = field(default_factory=lambda: ArenaPool(MIN_ROWS))
+    lenient: ArenaPool = field(default_factory=lambda: ArenaPool(MIN_ROWS))
+    eager_scratch: dict[int, Scratch] = field(default_factory=dict)
     tables: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     def scratch_for(self, host: AtomPass) -> Scratch:
-        if self.eager_scratch is None or self.eager_scratch.ones.shape[0] < host.num_rows:
-            self.eager_scratch = Scratch.of(max(host.num_rows, MIN_ROWS), host.tables[0].device)
-        return self.eager_scratch
+        """The thread's own. The fill reads it, and nobody behind that: nested passes may use it in turn."""
+        thread = threading.get_ident()
+        scratch = self.eager_scratch.get(thread)
+        if scratch is None or scratch.ones.shape[0] < host.num_rows:
+            scratch = Scratch.of(max(host.num_rows, MIN_ROWS), host.tables[0].device)
+            self.eager_scratch[thread] = scratch
+        return scratch
 
     def scratch_for_capture(self, host: AtomPass) -> Scratch:
         """Raises `StepError` for more rows than the first captured pass had."""
@@ -61,22 +70,27 @@ class PlanBuffers:
             raise StepError("attention_inputs.input_lengths", f"{host.num_rows} rows", f"at most {most} in a capture")
         return self.captured_scratch
 
-    def eager_arena(self, step: Step) -> Arena:
-        arena = self.eager
-        rows, tokens, context = step.padded_rows, max(step.padded_tokens, 1), max(step.max_context, 1)
-        if arena is None or arena.max_rows < rows or arena.max_tokens < tokens or arena.max_context < context:
-            old = (0, 0, 0) if arena is None else (arena.max_rows, arena.max_tokens, arena.max_context)
-            rows, tokens, context = max(rows, MIN_ROWS, old[0]), max(tokens, 2 * old[1]), max(context, 2 * old[2])
-            sizes = {"max_rows": rows, "max_tokens": tokens, "max_context": context}
-            arena = self.eager = make_arena(step.groups, **sizes, device=step.device)
-        return arena
-
     def captured_arena(self, step: Step, max_context: int) -> Arena:
         if self.captured is None:
             rows = max(step.num_rows, MIN_ROWS)
-            sizes = {"max_rows": rows, "max_tokens": rows, "max_context": max_context}
-            self.captured = make_arena(step.groups, **sizes, device=step.device)
+            self.captured = make_arena(
+                step.groups, max_rows=rows, max_tokens=rows, max_context=max_context, device=step.device
+            )
         return self.captured
+
+    def raise_seen(self) -> None:
+        """Raise `BlockFaultError` for faults of earlier passes, replays among them, that the host has seen: waits for
+        nothing where there are none."""
+        self.eager.raise_seen()
+        if self.captured is not None:
+            self.captured.fault_counts.raise_seen()
+
+    def check(self) -> None:
+        """Raise `BlockFaultError` for faults of any pass since they were last raised. Waits for the device."""
+        self.eager.check("eager passes")
+        self.lenient.check("eager passes that are not strict")
+        if self.captured is not None:
+            self.captured.fault_counts.check("captured passes")
 
     def table(self, name: str, rows: int, columns: int, device: torch.device) -> torch.Tensor:
         """A buffer [rows, columns] int32 for a table that a captured pass computes."""
@@ -195,8 +209,21 @@ def compute_by_plan(
     groups: AtomGroups,
     buffers: PlanBuffers,
     budget: int,
+    strict: bool | None,
+    level: int = 0,
 ) -> Computed:
-    """An eager pass from its plan. Faults are counted in the arena."""
+    """An eager pass from its plan. level: passes of the same runtime that this thread has bound around it.
+
+    Raises `BlockFaultError`: with `strict` for the faults of this pass, which waits for the GPU; otherwise, but for
+    passes that are not to raise, for those of earlier ones that the host has seen by now.
+    """
+    pool = buffers.eager
+    if strict:
+        pool.check("earlier passes")
+    elif _is_strict(strict, host, False):
+        buffers.raise_seen()
+    else:
+        pool = buffers.lenient
     tables = [group_table(source, host, profile, _longest(host)) for source in groups.planned]
     pass_ = read_pass(inputs, num_tokens=num_tokens)
     chosen = {table.number: table.blocks for table in tables}
@@ -204,7 +231,7 @@ def compute_by_plan(
     options = StepOptions(granularity={table.group.name: table.granularity for table in tables})
     pass_ = replace(pass_, tables=tuple(own))
     step = step_of(pass_, groups.planned, buffers.scratch_for(host), INT32_MAX, options)
-    plan = build_plan(step, buffers.eager_arena(step), strict=False)
+    plan = build_plan(step, pool.arena_for(step, level), strict=bool(strict))
     sizes, values = plan.sizes, from_plan(plan, [table.number for table in tables], [table.blocks for table in tables])
     read, write = _first_states(values)
     own_start = query_start_of(host)
