@@ -30,19 +30,22 @@ class FaultCounts:
 
     @staticmethod
     def of(groups: tuple[CacheGroup, ...], device: torch.device) -> FaultCounts:
-        counts = torch.zeros(len(groups), 2, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # they are written to in that mode and outside of it
+            counts = torch.zeros(len(groups), 2, dtype=torch.int32, device=device)
         counts[:, 1] = NO_FAULT_ROW
         seen = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         return FaultCounts(groups, counts, seen.numpy())
 
     def add(self, per_row: torch.Tensor) -> None:
-        """Add faults [G, B] of rows, by torch operations."""
+        """Add faults [G, B] of rows, by torch operations. Those on a GPU are not seen: that would take a copy, and the
+        kernel does without; they are left to `check`."""
         counts = self.counts
         counts[:, 0] += per_row.sum(dim=1)
         row = torch.arange(per_row.shape[1], device=counts.device)
         lowest = torch.where(per_row > 0, row, NO_FAULT_ROW).amin(dim=1)
         counts[:, 1] = torch.minimum(counts[:, 1], lowest)
-        torch.from_numpy(self.seen).copy_(counts[:, 0].any(), non_blocking=True)
+        if counts.is_cpu:
+            self.seen[0] = bool(counts[:, 0].any())
 
     def raise_seen(self) -> None:
         """Raise `BlockFaultError` for faults of earlier steps as far as the device has come, and forget them. Waits for
@@ -59,9 +62,8 @@ class FaultCounts:
         counts = self.counts.tolist()
         if not any(count for count, _ in counts):
             return
-        with torch.inference_mode():  # the counts may have been made in there
-            self.counts[:, 0] = 0
-            self.counts[:, 1] = NO_FAULT_ROW
+        self.counts[:, 0] = 0
+        self.counts[:, 1] = NO_FAULT_ROW
         where = "; ".join(
             f"{count} in group {group.name!r} (first in row {row})"
             for group, (count, row) in zip(self.groups, counts, strict=True)

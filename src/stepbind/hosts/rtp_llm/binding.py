@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,13 +13,13 @@ from stepbind.bind import bind
 from stepbind.caches import BufferKey, Caches
 from stepbind.context import Context
 from stepbind.errors import StepError
-from stepbind.groups import CacheGroup, GroupKind
+from stepbind.groups import GroupKind
 from stepbind.hosts.local.memory import allocate_buffers
 from stepbind.hosts.rtp_llm.groups import GroupSource, group_sources, spec_on
 from stepbind.hosts.rtp_llm.reader import HostMemory, HostPass, longest_context, read_memory, read_pass
 from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
 from stepbind.layers import Layer, discover_layers, group_layers
-from stepbind.plan import Arena, build_plan, make_arena
+from stepbind.plan import Arena, ArenaPool, build_plan, make_arena
 from stepbind.step import Lengths, Phase, Step, make_step
 
 
@@ -27,6 +28,9 @@ class RtpBinding:
 
     max_rows: of a pass. max_context: tokens of the longest row. Captured passes work in buffers that are made with the
     first of them and stay where they are until the cache itself is another; the buffers of eager passes grow.
+
+    Missing blocks of an eager pass are raised at once on the CPU. On a GPU a later pass or replay raises them, as soon
+    as the host can see them without waiting, and those of replays with them; `check_faults` looks at any time.
     Raises `UnknownModelError` for a model of no known family.
     """
 
@@ -36,34 +40,45 @@ class RtpBinding:
         self.device: torch.device = model.device
         self.max_rows, self.max_context = max_rows, max_context
         self.options = options or StepOptions()
+        self._bound = _Bound()
+        self._eager_arenas = ArenaPool(max_rows, max_context)
         self.initialize(None)
 
     def initialize(self, kv_cache: Any | None) -> None:
         """Work on this cache from now on (None: on none, for passes before there is one). What was made for another
-        cache is forgotten; graphs captured on it are no longer good."""
+        cache is forgotten; graphs captured on it are no longer good. Raises `BlockFaultError`, and changes nothing, for
+        faults of passes on the other cache that have not been raised."""
+        self._forget_arenas()
         self.kv_cache = kv_cache
         self._sources: tuple[GroupSource, ...] = ()
         self._sources_key: object = None
         self._layer_to_group = _LayerToGroup()
         self._caches = Caches()
-        self._graph_arenas: dict[int, Arena] = {}  # by tokens a row
-        self._eager_arena: Arena | None = None
-        self._scratch = Scratch.of(self.max_rows, self.device)
+        self._scratch = Scratch.of(self.max_rows, self.device)  # read by a pass's fill, and by nobody behind it
 
     @contextmanager
     def bind(self, inputs: Any, *, is_graph: bool = False) -> Iterator[Context]:
-        """The context of a pass around a forward of the model. Raises `StepError` for what does not fit together;
+        """The context of a pass around a forward of the model. Eager passes nest: each has buffers of its own. Raises
+        `StepError` for what does not fit together, and `BlockFaultError` for missing blocks, of earlier passes too;
         nothing is bound then."""
-        step, caches = self._without_cache(inputs) if self.kv_cache is None else self.read(inputs, is_graph=is_graph)
-        arena = self._arena_of(step, is_graph=step.lengths_are_bounds)
-        # A captured pass cannot look at its faults, and neither can one whose lengths are bounds.
-        plan = build_plan(step, arena, strict=False if step.lengths_are_bounds else None)
-        with bind(plan, caches, self.model) as context:
+        if self.kv_cache is None:
+            step, caches = self._without_cache(inputs)
+        else:
+            host = read_pass(inputs, is_graph=is_graph)
+            is_graph = host.is_graph
+            step, caches = self._step_and_caches(host)
+        if not is_graph:
+            self._eager_arenas.raise_seen()
+        # A captured pass cannot look at its faults.
+        plan = build_plan(step, self._arena_of(step, is_graph=is_graph), strict=False if is_graph else None)
+        with bind(plan, caches, self.model) as context, self._bound.one_more():
             yield context
 
     def read(self, inputs: Any, *, is_graph: bool = False) -> tuple[Step, Caches]:
         """A pass and the views of the cache that it works on."""
-        host = read_pass(inputs, is_graph=is_graph)
+        return self._step_and_caches(read_pass(inputs, is_graph=is_graph))
+
+    def _step_and_caches(self, host: HostPass) -> tuple[Step, Caches]:
         memory = read_memory(self.kv_cache, [layer.index for layer in self.layers])
         self._update_groups(host, memory)
         specs = {layer.index: spec_on(memory.buffers[layer.index], layer) for layer in self.layers}
@@ -79,10 +94,17 @@ class RtpBinding:
             build_plan(step, self._arena_of(step, is_graph=True), strict=False)
 
     def check_replay(self, attention_inputs: Any) -> None:
-        """Before a replay: raise `StepError` for a row longer than captured passes take, by the host's lengths."""
+        """Before a replay: raise `StepError` for a row longer than captured passes take, by the host's lengths, and
+        `BlockFaultError` for missing blocks of earlier passes and replays that the host has seen. Waits for nothing."""
+        self._eager_arenas.raise_seen()
         longest = longest_context(attention_inputs)
         if longest is not None and longest > self.max_context:
             raise StepError("context of a replayed row", longest, f"at most {self.max_context} tokens")
+
+    def check_faults(self) -> None:
+        """Raise `BlockFaultError` for missing blocks of passes and replays since they were last raised. Waits for the
+        GPU: call it where waiting is free, and behind the last pass."""
+        self._eager_arenas.check("earlier passes")
 
     def _update_groups(self, host: HostPass, memory: HostMemory) -> None:
         tags = tuple(table.tag for table in host.tables)
@@ -93,32 +115,33 @@ class RtpBinding:
         key = (tags, numbers, blocks, named, sizes)
         if key == self._sources_key:
             return
-        self._sources = group_sources(self.layers, memory, tags, numbers)
-        self._sources_key = key
-        self._graph_arenas = {}
-        self._eager_arena = None
+        sources = group_sources(self.layers, memory, tags, numbers)
+        self._forget_arenas()
+        self._sources, self._sources_key = sources, key
+
+    def _forget_arenas(self) -> None:
+        """Make arenas for other groups. Raises, and forgets nothing, where faults counted in the old ones have not been
+        raised; this once it waits for that."""
+        self.check_faults()
+        self._graph_arenas: dict[int, Arena] = {}  # by tokens a row
+        self._eager_arenas = ArenaPool(self.max_rows, self.max_context)
 
     def _arena_of(self, step: Step, *, is_graph: bool) -> Arena:
-        if is_graph:
-            each = step.max_query
-            if each not in self._graph_arenas:
-                self._graph_arenas[each] = self._make_arena(step.groups, self.max_rows * each, self.max_context)
-            return self._graph_arenas[each]
-        arena = self._eager_arena
-        if (
-            arena is None
-            or arena.cache_groups != step.groups
-            or arena.max_tokens < step.padded_tokens
-            or arena.max_context < step.max_context
-        ):
-            tokens = max(step.padded_tokens, 2 * arena.max_tokens if arena else 1)
-            arena = self._eager_arena = self._make_arena(step.groups, tokens, max(step.max_context, self.max_context))
-        return arena
-
-    def _make_arena(self, groups: tuple[CacheGroup, ...], max_tokens: int, max_context: int) -> Arena:
-        return make_arena(
-            groups, max_rows=self.max_rows, max_tokens=max_tokens, max_context=max_context, device=self.device
-        )
+        """All of them count faults in one place."""
+        each, pool = step.max_query, self._eager_arenas
+        if not is_graph:
+            return pool.arena_for(step, self._bound.level)
+        if each not in self._graph_arenas:
+            arena = self._graph_arenas[each] = make_arena(
+                step.groups,
+                max_rows=self.max_rows,
+                max_tokens=self.max_rows * each,
+                max_context=self.max_context,
+                device=self.device,
+                fault_counts=pool.fault_counts,
+            )
+            pool.fault_counts = arena.fault_counts
+        return self._graph_arenas[each]
 
     def _without_cache(self, inputs: Any) -> tuple[Step, Caches]:
         """A dummy step for a pass before there is a cache: it writes nothing, and its attention gives zeros."""
@@ -129,6 +152,21 @@ class RtpBinding:
         tables = {group.name: torch.zeros(1, 1, dtype=torch.int32, device=self.device) for group in groups}
         step = make_step(groups, Phase.PREFILL, Lengths.of([0]), Lengths.of([0]), tables, padded_tokens=tokens)
         return step, caches
+
+
+class _Bound(threading.local):
+    """How many of a binding's passes this thread has bound."""
+
+    def __init__(self) -> None:
+        self.level = 0
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        self.level += 1
+        try:
+            yield
+        finally:
+            self.level -= 1
 
 
 class _LayerToGroup:

@@ -61,8 +61,9 @@ class StepbindRuntime(GptModelBase):  # type: ignore[misc]
         self._scopes.enter_context(adapted(causal_model))
 
     def close(self) -> None:
-        """Give the model back as plain transformers."""
+        """Give the model back as plain transformers. Raises `BlockFaultError` for faults of the last passes."""
         self._scopes.close()
+        self._binding.check_faults()
 
     def initialize(self, init_resource: Any) -> bool:
         """Take the cache that RTP allocated; it may be none yet."""
