@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from stepbind.errors import BlockFaultError
 from stepbind.targets import atom
 from tests.hosts.rtp_double.cuda_graph import CudaGraph
 from tests.targets.atom_double.modules import Ambient, atom_installed
@@ -103,6 +104,53 @@ def test_a_bind_waits_for_nothing(cls: Any, prefill: bool) -> None:
             pass
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+def decode_on(runtime: Any, model: Any, cls: Any, table: list[list[int]]) -> dict[str, Any]:
+    """Arguments of a decode of two rows."""
+    tables = [int32(table)] * (3 if MODELS[cls] is hybrid_model else 1)
+    numbers = [1, 2, 1, 0] if len(tables) > 1 else None
+    query, prior = [1, 1], [3, 16]
+    inputs = pass_inputs(prefill=False, query=query, prior=prior, tables=tables, layer_to_group=numbers)
+    positions = positions_of(query, prior).cuda()
+    return {"model": model, "runtime": runtime, "inputs": on_device(inputs, DEVICE), "positions": positions}
+
+
+GOOD, OTHER, HOLE = [[1, 2, 3], [5, 6, 7]], [[8, 9, 10], [11, 12, 13]], [[1, 2, 3], [5, 6, -1]]
+
+
+@every_class
+def test_a_nested_pass_leaves_the_outer_ones_values_alone(cls: Any) -> None:
+    model = MODELS[cls]()
+    runtime = runtime_for(model, 8, 8, 100, DEVICE)
+    outer, inner = (decode_on(runtime, model, cls, table) for table in (GOOD, OTHER))
+    for _ in range(2):
+        with cls.bind(**outer):
+            metadata = ambient_metadata()
+            before = dict(values_in(metadata))
+            with cls.bind(**inner):
+                assert dict(values_in(ambient_metadata())) != before
+            cls.build(**inner)
+            assert dict(values_in(metadata)) == before
+
+
+@every_class
+def test_faults_are_raised_by_a_later_pass_without_waiting_for_good_ones(cls: Any) -> None:
+    model = MODELS[cls]()
+    runtime = runtime_for(model, 8, 8, 100, DEVICE)
+    good, hole = (decode_on(runtime, model, cls, table) for table in (GOOD, HOLE))
+    cls.build(**hole)
+    torch.cuda.synchronize()  # as a host that reads its tokens
+    with pytest.raises(BlockFaultError, match=r"of earlier steps: .* 1 in group .* \(first in row 1\)"):
+        cls.build(**good)
+    cls.build(**good)
+    with pytest.raises(BlockFaultError, match=r"block tables: .* \(first in row 1\)"):
+        cls.build(**hole, strict=True)
+    cls.build(**hole, strict=False)
+    torch.cuda.synchronize()
+    cls.build(**good)
+    with pytest.raises(BlockFaultError, match="not strict"):
+        cls.check_faults(runtime)
 
 
 class Host:
