@@ -64,6 +64,18 @@ def test_an_exception_restores_too() -> None:
     assert MODEL.config._attn_implementation != "stepbind"
 
 
+def test_a_bind_that_is_entered_already_is_refused() -> None:
+    binding = bind(plan(), CACHES, MODEL)
+    with binding as context:
+        with pytest.raises(StepError, match="bind: got a block that is entered already"), binding:
+            pass
+        assert current() is context
+    with pytest.raises(NotBoundError):
+        current()
+    with binding as context:  # again, after its end
+        assert current() is context
+
+
 def test_each_thread_has_its_own_context() -> None:
     """Two threads forward one model at the same time, each over its own plan; a third is not bound at all."""
     ready, errors = threading.Barrier(3, timeout=30), []

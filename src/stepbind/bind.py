@@ -28,26 +28,31 @@ def bind(plan: Plan, caches: Caches, model: nn.Module) -> AbstractContextManager
 class _Bind(AbstractContextManager[Context]):
     """One `bind` block. A class and no generator, which would take twice as long to enter and leave."""
 
-    __slots__ = ("adaptation", "before", "context", "model")
+    __slots__ = ("adaptation", "before", "bound", "context", "model")
 
     def __init__(self, context: Context, model: nn.Module) -> None:
         self.context = context
         self.model = model
+        self.bound = False
 
     def __enter__(self) -> Context:
+        if self.bound:
+            raise StepError("bind", "a block that is entered already", "a bind of its own for each block")
         plan = self.context.plan
         self.adaptation = enter(self.model)
         # An arena's plans share one mapping, so that its layers are looked up in it once.
         if self.adaptation.bound_groups is not plan.group_of_layer:
             try:
                 _look_up_layers(self.adaptation, plan)
-            except StepError:
+            except BaseException:
                 leave(self.model, self.adaptation)
                 raise
         self.before = swap(self.context)
+        self.bound = True
         return self.context
 
     def __exit__(self, *error: object) -> None:
+        self.bound = False
         swap(self.before)
         leave(self.model, self.adaptation)
 

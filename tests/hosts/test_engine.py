@@ -204,3 +204,32 @@ def test_text_needs_a_tokenizer() -> None:
         assert "this checkpoint has no tokenizer" in str(host.generate(["text"])[0].error)
         assert "no stop strings without a tokenizer" in str(host.generate([[1]], greedy(stop=("a",)))[0].error)
         assert host.generate([[1, 2]], greedy(3))[0].text == ""
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_pass_that_fails_ends_what_ran_and_nothing_that_waits(graphs: bool) -> None:
+    """The layers ran before it failed, and moved states on: running it again would move them twice."""
+    model = model_of("qwen3_5")
+    options = EngineOptions(max_rows=2, token_budget=16, graphs=graphs)
+    sampling, prompt = SamplingParams(max_tokens=20, ignore_eos=True), list(range(16))
+    with LocalEngine(model, options=options) as engine:
+        [right] = engine.generate([prompt], sampling)
+        first, second, waiting = (engine.add(prompt, sampling) for _ in range(3))
+        for _ in range(4):
+            engine.step()
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("out of memory, say")
+
+        hook = model.lm_head.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="say"):
+            [engine.step() for _ in range(3)]  # a pass in flight may have to land first
+        hook.remove()
+        for gone in (first, second):
+            with pytest.raises(RequestError, match="a live one"):
+                engine.abort(gone)
+        done = {}
+        while engine.busy:
+            done |= {delta.request: completion for delta, completion in engine.step() if completion is not None}
+    assert [completion.tokens for completion in done.values()] == [right.tokens]
+    assert list(done) == [waiting]

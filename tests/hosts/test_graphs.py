@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stepbind import EngineOptions, LocalEngine, SamplingParams
-from stepbind.hosts.local.graphs import DecodeGraphs, Graph
+from stepbind.hosts.local.graphs import DecodeGraphs, Graph, inductor_options
 from stepbind.plan import Arena
 from stepbind.tiny import TINY
 from tests.hosts.reference import expected, model_of
@@ -127,3 +127,27 @@ def test_an_aborted_row_of_a_launched_pass_is_dropped() -> None:
     [(request, completion)] = finished
     assert request == stays
     assert completion.tokens == reference[2].tokens[:12]
+
+
+def test_a_capture_that_fails_leaves_no_graphs_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture, failures = DecodeGraphs._capture, [4]
+
+    def failing(graphs: DecodeGraphs, size: int) -> Graph:
+        if size in failures:
+            raise MemoryError("no room for this size")
+        return capture(graphs, size)
+
+    monkeypatch.setattr(DecodeGraphs, "_capture", failing)
+    reference, sampling = expected("qwen3_5", 20)[0], SamplingParams(max_tokens=8, ignore_eos=True)
+    with LocalEngine(model_of("qwen3_5"), options=OPTIONS) as engine:
+        with pytest.raises(MemoryError):
+            engine.generate([reference.prompt], sampling)
+        failures.clear()
+        [completion] = engine.generate([reference.prompt], sampling)
+    assert completion.tokens == reference.tokens[:8]
+
+
+def test_layers_with_experts_do_not_start_early() -> None:
+    assert inductor_options(model_of("qwen3_5"), 8) == {"triton.enable_pdl": True}
+    assert inductor_options(model_of("qwen3_5_moe"), 8) == {}
+    assert inductor_options(model_of("qwen3_5_moe"), 1) == {"coordinate_descent_tuning": True}

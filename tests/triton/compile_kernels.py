@@ -179,11 +179,12 @@ def run_products(dtype: torch.dtype, rows: int) -> None:
 
 
 def main(target: str) -> None:
-    triton_latent_attention.shared_memory_bytes = lambda device: SHARED_BYTES[target]
+    for module in (triton_attention, triton_latent_attention):
+        module.shared_memory_bytes = lambda device: SHARED_BYTES[target]
     is_nvidia = TARGETS[target].backend == "cuda"
     triton_pdl.launches_early = lambda device: is_nvidia
     if not is_nvidia:
-        triton_linear.STAGES, triton_attention.STAGES = 2, 3
+        triton_linear.STAGES = 2
 
     def work() -> None:
         for rows in (1, 4, 8, 32):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from unittest.mock import patch
 
 import torch
@@ -163,3 +164,19 @@ def test_device_lengths_beyond_the_arena_write_nothing_outside_of_it() -> None:
     assert isinstance(paged, PagedPlan)
     assert paged.slot.tolist()[0] == -1
     assert int(paged.block_table.max()) < ATTENTION.num_kernel_blocks
+
+
+def test_what_a_graph_reads_outlives_the_room_for_it() -> None:
+    """A captured fill goes on reading its descriptor, however many tables come after it."""
+    step = on_device(bounded_step(1), "cpu", device_lengths=True)
+    arena = poisoned_arena(step)
+    with patch.object(fill_triton, "MAX_DESCRIPTORS", 2):
+        build_plan(step, arena, triton=True)
+        with patch.object(fill_triton, "_is_capturing", lambda arena: True):
+            captured = weakref.ref(build_plan(step, arena, triton=True).descriptor)
+        others = []
+        for _ in range(3):
+            tables = tuple(dataclasses.replace(table, blocks=table.blocks.clone()) for table in step.tables)
+            others.append(dataclasses.replace(step, tables=tables))
+            build_plan(others[-1], arena, triton=True)
+    assert captured() is not None

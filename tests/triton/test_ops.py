@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepbind.caches import KVPages
 from stepbind.ops import fla_gated_delta, triton_attention, triton_attention_splits
 from stepbind.step import Phase
 from tests.chunk_stand_in import chunk_gated_delta_rule
@@ -25,6 +26,27 @@ seeds = st.integers(0, 2**32)
 phases = st.sampled_from(Phase)
 dtypes = st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))
 SMALL = Shape(longest=8, key_heads=1, value_heads=2)  # the interpreter takes every token of every head on its own
+
+
+@pytest.mark.parametrize(
+    ("query", "page", "head_dim", "shared_bytes", "stages"),
+    [
+        (torch.bfloat16, torch.bfloat16, 256, 227 * 1024, 5),
+        (torch.bfloat16, torch.bfloat16, 256, 99 * 1024, 5),
+        (torch.bfloat16, torch.bfloat16, 512, 99 * 1024, 3),
+        (torch.bfloat16, torch.bfloat16, 128, 64 * 1024, 3),
+        (torch.bfloat16, torch.float32, 256, 227 * 1024, 1),
+        (torch.float32, torch.float32, 128, 227 * 1024, 1),
+    ],
+)
+def test_decode_keeps_as_many_tiles_under_way_as_the_shared_memory_holds(
+    query: torch.dtype, page: torch.dtype, head_dim: int, shared_bytes: int, stages: int
+) -> None:
+    pages = KVPages(torch.empty(1, 1, 16, head_dim, dtype=page), torch.empty(1, 1, 16, head_dim, dtype=page))
+    elements = triton_attention.tile_tokens(head_dim) * head_dim
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "shared_memory_bytes", lambda device: shared_bytes)
+        assert triton_attention._stages(torch.empty(1, dtype=query), pages, elements) == stages
 
 
 # Not bfloat16: the interpreter multiplies its bits as integers.

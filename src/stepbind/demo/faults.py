@@ -1,6 +1,7 @@
 """Known faults, switched on for a while, so that a reader sees what each does to the answers. Never for serving.
 
-Each spoils the plan between the fill and the layers, which is where the bridges that have it go wrong.
+Each spoils the plan between the fill and the layers, which is where the bridges that have it go wrong. Captured graphs
+on a GPU hold the plan that they were captured with, whole or spoiled: a capture inside the block is refused.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def broken(fault: str) -> Iterator[None]:
 
     def spoiled(*args: Any, **options: Any) -> Plan:
         plan = build_plan(*args, **options)
+        if plan.shared.query_len.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise StepError("fault", f"{fault!r} in a graph capture", "eager passes, or graphs on the CPU")
         FAULTS[fault](plan)
         return plan
 

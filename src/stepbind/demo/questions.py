@@ -18,7 +18,7 @@ AHEAD = 200
 @dataclass(frozen=True)
 class Question:
     """A prompt and its only right answer. distance: tokens from the end of the telling to the end of the prompt, of
-    `wanted` at the most."""
+    `wanted` at the most (of 24 at the shortest, since a question alone can take so many)."""
 
     prompt: str
     asked: Asked

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 
 
+def has_experts(model: Any) -> bool:
+    """Whether any of the model's layers is a mixture of experts."""
+    return any(type(module).__name__.endswith("Experts") for module in model.modules())
+
+
 @contextmanager
 def capturable_experts(model: Any) -> Iterator[None]:
     """Experts by an implementation that a capture can hold: transformers' "eager" one looks at the routing on the host,
@@ -17,7 +22,7 @@ def capturable_experts(model: Any) -> Iterator[None]:
     if before == "batched_mm" or (before == "grouped_mm" and model.dtype is not torch.float32):
         yield
         return
-    if not any(type(module).__name__.endswith("Experts") for module in model.modules()):
+    if not has_experts(model):
         yield
         return
     model.set_experts_implementation("batched_mm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -17,6 +17,10 @@ MAX_ROWS = 32
 """The most rows that were tried (1 and 32 on an H200): a graph of more rows keeps the library's products."""
 ARRIVALS = 132
 """Counters that one product may need: one for each of an H200's multiprocessors."""
+
+
+SHARED_BYTES = 144 * 1024
+"""Shared memory that the tiles of one program may take: 123 KB of them at 32 rows."""
 
 
 @torch.library.custom_op("stepbind::few_rows_linear", mutates_args=())
@@ -41,11 +45,25 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def serves_model(model: Any, rows: int) -> bool:
+    """Whether such a model's products of so many rows are ours: 16-bit weights, on a GPU like the one that they were
+    measured on (NVIDIA, with room for the tiles under way and a multiprocessor for each program)."""
+    device: torch.device = model.device
+    if not ENABLED or rows > MAX_ROWS or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    properties: Any = torch.cuda.get_device_properties(device)
+    return bool(
+        properties.multi_processor_count >= ARRIVALS and properties.shared_memory_per_block_optin >= SHARED_BYTES
+    )
+
+
 @contextmanager
 def few_rows_linears(model: nn.Module, rows: int, arrived: torch.Tensor) -> Iterator[None]:
     """The model's plain `nn.Linear` modules call `few_rows_linear` inside the block, where its kernels gained at
     their shape and the weights have 16 bits; everything else of the modules stays. Undone on every exit."""
-    if not ENABLED or rows > MAX_ROWS:
+    if not serves_model(model, rows):
         yield
         return
     from stepbind.ops import triton_linear

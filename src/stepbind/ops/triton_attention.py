@@ -17,16 +17,18 @@ from stepbind.caches import KVPages
 from stepbind.ops import triton_pdl
 from stepbind.ops.triton_attention_prefill import attend_rows
 from stepbind.ops.triton_attention_splits import context_of, merge_splits, num_splits, positions_per_split
-from stepbind.ops.triton_attention_tile import attend_tile, compute_dtype, tile_tokens
+from stepbind.ops.triton_attention_tile import attend_tile, compute_dtype, shared_memory_bytes, tile_tokens
 from stepbind.ops.triton_pdl import wait_for_inputs
 from stepbind.plan.plan import PagedPlan, Shared, Sizes
 from stepbind.step import Phase
 
 PROGRAMS = 264
 """Programs that decode should have at least: two for each of an H200's 132 multiprocessors."""
-STAGES = 5 if torch.version.hip is None else 3
+STAGES = 5
 """Of decode's loop over 16-bit pages. Two go to the table's entries, so that 3 have one tile of keys and values under
-way, and 5 have two, in 75 KB of shared memory (AMD has 64)."""
+way, and 5 have two, where two fit into the shared memory (75 KB at a head dim of 256)."""
+SPARE_BYTES = 24 * 1024
+"""Shared memory that the loop takes besides its tiles, at the most (18 KB at a head dim of 512)."""
 
 
 def paged_attention(
@@ -96,11 +98,19 @@ def _attend_tokens(
         compute_dtype(query, pages.key),
         early,
         num_warps=4,
-        num_stages=STAGES if query.element_size() == 2 else 1,
+        num_stages=_stages(query, pages, tile * dims),
         **triton_pdl.launch_options(early),
     )
     if splits > 1:
         merge_splits(out, target, peak, weight, shared, plan.block_table.shape[1], page, tile)
+
+
+def _stages(query: torch.Tensor, pages: KVPages, elements: int) -> int:
+    """Stages of decode's loop over tiles of so many elements of keys, and as many of values."""
+    if query.element_size() != 2 or pages.key.element_size() != 2:
+        return 1
+    two_tiles = 2 * 2 * elements * pages.key.element_size()
+    return STAGES if two_tiles + SPARE_BYTES <= shared_memory_bytes(query.device) else 3
 
 
 @triton.jit

@@ -91,6 +91,7 @@ class Launcher:
     powers: whether all block sizes are powers of two, and stand as exponents in the descriptor.
     widest: columns of the widest table, in kernel blocks.
     upload: [D + max_rows] int64 on the device: the descriptor and lengths of a step that needs a copy.
+    captured: descriptors that graphs read, which may live longer than `descriptors` has room for them.
     """
 
     arena: Arena
@@ -106,6 +107,7 @@ class Launcher:
     state_views: dict[tuple[int, ...], tuple[StatePlan, ...]]
     compiled: dict[tuple[int | bool, ...], Any]
     descriptors: dict[tuple[int, ...], torch.Tensor]
+    captured: set[torch.Tensor]
     written: tuple[int, ...] = ()
 
     @staticmethod
@@ -138,6 +140,7 @@ class Launcher:
             state_views={},
             compiled={},
             descriptors={},
+            captured=set(),
         )
 
     def fill(self, step: Step) -> Plan:
@@ -148,6 +151,8 @@ class Launcher:
             lengths = (start, start + 4 * step.num_rows)
         else:
             descriptor, lengths = self._descriptor(step), (query.data_ptr(), prior.data_ptr())
+            if _is_capturing(self.arena):
+                self.captured.add(descriptor)
         bucket.launch(descriptor, *lengths, step.num_rows, *bucket.arguments)
         return Plan(Sizes.of(step), bucket.shared, bucket.groups, self.arena.group_of_layer, descriptor)
 
@@ -291,6 +296,10 @@ def _make_room(kept: dict[Any, Any], limit: int) -> None:
         del kept[next(iter(kept))]
 
 
+def _is_capturing(arena: Arena) -> bool:
+    return arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _check_not_capturing(arena: Arena, reason: str) -> None:
-    if arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _is_capturing(arena):
         raise StepError("step in a graph capture", reason, "device lengths and tables that a fill outside has used")

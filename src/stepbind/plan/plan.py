@@ -128,4 +128,4 @@ class Plan:
     shared: Shared
     groups: tuple[GroupPlan, ...]
     group_of_layer: dict[int, int]  # layer number -> index into groups
-    descriptor: torch.Tensor | None = None  # read by the GPU fill; whoever captured the fill keeps it alive
+    descriptor: torch.Tensor | None = None  # read by the GPU fill

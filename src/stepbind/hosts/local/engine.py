@@ -218,11 +218,18 @@ class LocalEngine:
     @torch.inference_mode()
     def step(self) -> list[tuple[Delta, Completion | None]]:
         """Run one pass; a delta for each request that got a token, with its completion if that was the last one. With
-        graphs, the tokens of a decode pass come with the call after the one that launched it."""
+        graphs, the tokens of a decode pass come with the call after the one that launched it.
+
+        A pass that raises ends every request that was running: it may have moved their states on, and a second try
+        would move them again. Those that wait are not affected.
+        """
         try:
             return self._step()
-        except Exception:
-            self.forget_prefixes()  # who knows what a failed pass has written
+        except BaseException:
+            self._flight = None
+            for sequence in list(self._scheduler.running):
+                self._end(self._live[sequence.request], "error")
+            self.forget_prefixes()
             raise
 
     def forget_prefixes(self) -> None:

@@ -10,7 +10,7 @@ On the CPU there is nothing to capture with; the same pass, with the host scalar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,15 @@ import torch._dynamo
 from stepbind.bind import bind
 from stepbind.caches import Caches
 from stepbind.hosts.local.rows import DecodeRows
-from stepbind.models.experts import capturable_experts
-from stepbind.ops import linear
-from stepbind.ops.linear import ARRIVALS, few_rows_linears
+from stepbind.models.experts import capturable_experts, has_experts
+from stepbind.ops.linear import ARRIVALS, few_rows_linears, serves_model
 from stepbind.plan import Arena, build_plan
 from stepbind.step import Lengths, Phase, Step, make_step
 
 EARLY_LAYERS = True
 """Whether the kernels that torch.compile makes start before their predecessor has ended, as `ops.triton_pdl` has it.
-torch does so on NVIDIA GPUs since Hopper alone."""
+torch does so on NVIDIA GPUs since Hopper alone. Never with experts: a kernel of torch's that reads nothing does not
+wait, and routers have such kernels (zeros to scatter into), so that a third one could start too early."""
 WARMUPS = 2
 """Passes before a capture: kernels are compiled and libraries set up in them, which a capture cannot."""
 
@@ -73,11 +73,12 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Capture every size, with no live row. The rows have to be set again afterwards."""
         self._rows.set([])
-        self._graphs = {}
-        self._generation = self._caches.generation
+        graphs, self._graphs = {}, {}  # a capture that fails leaves none behind
+        generation = self._caches.generation
         for size in reversed(self._sizes):
-            with self._fast_linears(size):
-                self._graphs[size] = self._capture(size)
+            with few_rows_linears(self._model, size, self._arrived):
+                graphs[size] = self._capture(size)
+        self._graphs, self._generation = graphs, generation
 
     def for_rows(self, count: int) -> Graph:
         """The smallest captured graph that has `count` rows."""
@@ -105,12 +106,6 @@ class DecodeGraphs:
             logits, result = self._forward(step)
         self._pool = self._pool or graph.pool()
         return Graph(size, graph.replay, logits, result)
-
-    def _fast_linears(self, size: int) -> AbstractContextManager[None]:
-        """Around all passes of a size, so that its layers compile once."""
-        if self._arena.device.type != "cuda" or torch.version.hip is not None:  # not measured on AMD
-            return nullcontext()
-        return few_rows_linears(self._model, size, self._arrived)
 
     def _step(self, size: int) -> Step:
         """Lengths and tables where the rows keep them; the host's lengths are bounds."""
@@ -145,10 +140,10 @@ class DecodeGraphs:
         if not self._compile_layers:
             yield
             return
-        layers = self._model.get_decoder().layers
+        layers, options = self._model.get_decoder().layers, inductor_options(self._model, rows)
         with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
             for layer in layers:
-                layer.compile(dynamic=False, options=inductor_options(rows, self._model.dtype))
+                layer.compile(dynamic=False, options=options)
             try:
                 yield
             finally:
@@ -156,10 +151,10 @@ class DecodeGraphs:
                     layer._compiled_call_impl = None  # what `compile` sets; there is no call that undoes it
 
 
-def inductor_options(rows: int, dtype: torch.dtype) -> dict[str, bool]:
+def inductor_options(model: Any, rows: int) -> dict[str, bool]:
     """How torch.compile treats the layers of a graph of so many rows. Where products are not ours, those of one row
     become tuned reductions that norms and gates fuse into (9% of a step on an H200, bench/results)."""
-    options = {"triton.enable_pdl": True} if EARLY_LAYERS else {}
-    if rows == 1 and (dtype is torch.float32 or not linear.ENABLED):
+    options = {"triton.enable_pdl": True} if EARLY_LAYERS and not has_experts(model) else {}
+    if rows == 1 and not serves_model(model, rows):
         options["coordinate_descent_tuning"] = True
     return options

@@ -169,7 +169,7 @@ def _found(
             values.append(GroupValues(number, group.kind, group.layers, table, None, read, write))
             continue
         if row is None and blocks is not None:
-            slot = blocks[2 * index + 1] * np.int64(group.block_size)
+            slot = blocks[2 * index + 1].astype(np.int64) * group.block_size
             slot += token % group.block_size
         else:
             slot = _slots(arrays[index], group, ids[index], row, token)
