@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stepbind.ops import linear
 from stepbind.ops.linear import ARRIVALS, few_rows_linears
 from stepbind.tiny import tiny_model
 
@@ -12,10 +13,22 @@ IDS = torch.arange(3)[None]
 ARRIVED = torch.zeros(ARRIVALS, dtype=torch.int32)
 
 
+@pytest.fixture
+def a_gpu_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "fits", lambda device: True)
+
+
 def own_forwards(model: torch.nn.Module) -> int:
     return sum("forward" in vars(module) for module in model.modules())
 
 
+def test_nothing_is_swapped_where_the_products_do_not_fit() -> None:
+    model = tiny_model("qwen3").bfloat16()
+    with few_rows_linears(model, 3, ARRIVED):
+        assert own_forwards(model) == 0
+
+
+@pytest.mark.usefixtures("a_gpu_that_fits")
 def test_linear_modules_are_swapped_inside_and_put_back() -> None:
     model = tiny_model("qwen3").bfloat16()
     before = model(IDS).logits
@@ -25,6 +38,7 @@ def test_linear_modules_are_swapped_inside_and_put_back() -> None:
     assert own_forwards(model) == 0
 
 
+@pytest.mark.usefixtures("a_gpu_that_fits")
 def test_an_error_inside_puts_them_back_too() -> None:
     model = tiny_model("qwen3").bfloat16()
     with pytest.raises(IndexError), few_rows_linears(model, 3, ARRIVED):
@@ -32,6 +46,7 @@ def test_an_error_inside_puts_them_back_too() -> None:
     assert own_forwards(model) == 0
 
 
+@pytest.mark.usefixtures("a_gpu_that_fits")
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 3), (torch.bfloat16, 33)])
 def test_float32_weights_and_many_rows_stay_with_the_library(dtype: torch.dtype, rows: int) -> None:
     model = tiny_model("qwen3").to(dtype)
@@ -39,6 +54,7 @@ def test_float32_weights_and_many_rows_stay_with_the_library(dtype: torch.dtype,
         assert own_forwards(model) == 0
 
 
+@pytest.mark.usefixtures("a_gpu_that_fits")
 def test_a_forward_that_somebody_else_set_stays() -> None:
     model = tiny_model("qwen3").bfloat16()
     head = model.get_output_embeddings()

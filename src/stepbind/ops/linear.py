@@ -46,12 +46,14 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived:
 
 
 def serves_model(model: Any, rows: int) -> bool:
-    """Whether such a model's products of so many rows are ours: 16-bit weights, on a GPU like the one that they were
-    measured on (NVIDIA, with room for the tiles under way and a multiprocessor for each program)."""
-    device: torch.device = model.device
-    if not ENABLED or rows > MAX_ROWS or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    if model.dtype not in (torch.bfloat16, torch.float16):
+    """Whether such a model's products of so many rows are ours: 16-bit weights, on a GPU that they fit."""
+    return ENABLED and rows <= MAX_ROWS and model.dtype in (torch.bfloat16, torch.float16) and fits(model.device)
+
+
+def fits(device: torch.device) -> bool:
+    """Whether a device is a GPU like the one that the products were measured on: NVIDIA, with room for the tiles under
+    way and a multiprocessor for each program."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return False
     properties: Any = torch.cuda.get_device_properties(device)
     return bool(
