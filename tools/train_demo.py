@@ -3,7 +3,8 @@
     python tools/train_demo.py hybrid src/stepbind/demo/checkpoints/hybrid
     python tools/train_demo.py sparse-mla src/stepbind/demo/checkpoints/sparse-mla
 
-The same seed draws the same weights and the same stories in the same order.
+Needs fla-core on a GPU, for its triangular inverse. The same seed draws the same weights and the same stories in the
+same order.
 """
 
 from __future__ import annotations

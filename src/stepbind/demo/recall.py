@@ -10,7 +10,7 @@ from stepbind.demo.stories import STOP
 from stepbind.hosts.local import Completion, LocalEngine, SamplingParams
 
 ANSWER_TOKENS = 16
-"""New tokens an answer may take; the longest true one takes 11."""
+"""New tokens an answer may take. A true one takes fewer (`tests/demo/test_recall.py`)."""
 
 HELD_OUT = 10**9
 """Seeds of fresh questions start here. Training draws its stories from other seeds altogether (text, not numbers)."""

@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import library, nn
 from torch.nn.functional import linear
 
 ENABLED = True
@@ -23,7 +23,7 @@ SHARED_BYTES = 144 * 1024
 """Shared memory that the tiles of one program may take: 123 KB of them at 32 rows."""
 
 
-@torch.library.custom_op("stepbind::few_rows_linear", mutates_args=())
+@library.custom_op("stepbind::few_rows_linear", mutates_args=())
 def few_rows_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor
 ) -> torch.Tensor:

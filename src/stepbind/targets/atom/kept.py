@@ -1,6 +1,7 @@
 """What is kept on a runtime between passes: the cache views, the groups, and where sparse MLA layers take their caches.
 
-Each is looked at again in every pass, and made again where what it was made of has changed.
+Each is looked at again in every pass, and made again where what it was made of has changed: buffers, groups, and which
+modules the layers are. What hangs on a sparse layer's modules is found once.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def update_groups(kept: Kept, runtime: Any, maps: LayerMaps, host: AtomPass) -> 
 def update_points(kept: Kept, latent: dict[int, Any], block_size: int, api: AtomApi) -> list[AttachPoint]:
     """Where the caches of these layers go, while those and their views are the same."""
     assert kept.views is not None
-    key = (latent, block_size, api.fp8)
+    key = (tuple(latent.items()), block_size, api.fp8)  # a copy: the caller's own may change in place
     if kept.points is None or key != kept.points_key:
         kept.points, kept.points_key = attach_points(latent, kept.views.tensors, block_size, api.fp8), key
     return kept.points
