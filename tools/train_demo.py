@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ import torch
 from demo_data import Batch, Stories, batches, make_tokenizer
 from demo_models import CONTEXT, new_model, parameters, quick_layers
 from demo_sparse import DENSE, INDEXED, SPARSE, attending, indexer_loss, indexer_weights
+from demo_step import Step, half_precision
 from torch.nn import functional as F
 
 from stepbind.demo.questions import AHEAD, DISTANCES, draw_question
 
 STORY_WEIGHT = 0.1
 """What a token outside the answers counts: most of them cannot be known."""
+
+CAUSAL = "causal"
+"""Attention as the model has it."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +45,17 @@ class Phase:
     rows: int
     length: int
     rate: float
-    attention: str = DENSE
+    attention: str = CAUSAL
     indexers_only: bool = False
 
 
 PHASES = {
+    "deep": (Phase(1200, 128, 256, 3e-3), Phase(500, 48, 768, 2e-3), Phase(2000, 20, CONTEXT, 2e-3)),
     "hybrid": (Phase(1200, 128, 256, 3e-3), Phase(500, 48, 768, 2e-3), Phase(2000, 20, CONTEXT, 2e-3)),
     "sparse-mla": (
-        Phase(2500, 128, 256, 3e-3),
-        Phase(800, 48, 768, 2e-3),
-        Phase(1500, 20, CONTEXT, 2e-3),
+        Phase(2500, 128, 256, 3e-3, DENSE),
+        Phase(800, 48, 768, 2e-3, DENSE),
+        Phase(1500, 20, CONTEXT, 2e-3, DENSE),
         Phase(250, 8, CONTEXT, 2e-3, INDEXED, indexers_only=True),
         Phase(250, 8, CONTEXT, 5e-4, SPARSE),
     ),
@@ -78,89 +84,73 @@ def main() -> None:
         steps, rows = max(2, int(phase.steps * given.scale)), max(1, int(phase.rows * given.rows))
         phase = Phase(**asdict(phase) | {"steps": steps, "rows": rows, "rate": phase.rate * given.rate})
         stories = Stories(tokenizer, given.seed, first, steps * rows, phase.length)
-        train(model, phase, batches(stories, rows, given.workers), given.device)
+        train(model, phase, batches(stories, rows, given.workers))
         first += steps * rows
         report(model, tokenizer, phase, given.seed)
         seconds = round(time.perf_counter() - started)
         save(model, tokenizer, given.directory, {"seed": given.seed, "stories": first, "seconds": seconds})
 
 
-def train(model: Any, phase: Phase, rows: Iterator[Batch], device: str) -> None:
-    """One phase, its own optimizer and schedule."""
+def train(model: Any, phase: Phase, rows: Iterator[Batch]) -> None:
+    """One phase, its own optimizers and schedule."""
     started = time.perf_counter()
     model.train()
-    weights = indexer_weights(model) if phase.indexers_only else list(model.parameters())
-    optimizers = make_optimizers(model, weights, phase.rate)
-    warm = max(1, phase.steps // 20)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, warm, phase.steps))
-        for optimizer in optimizers
-    ]
-    sparse = hasattr(model.config, "index_topk")
+    weights = trained_weights(model, phase)
+    trained = {id(weight) for weight in weights}
+    for weight in model.parameters():
+        weight.requires_grad_(id(weight) in trained)
+    step = Step(partial(loss_of, model, phase), weights, model.get_input_embeddings().weight, phase.rows, phase.length)
     said = 0.0
-    for step, batch in enumerate(rows):
-        ids, answers = (part.to(device, non_blocking=True) for part in batch)
-        with torch.autocast(device, dtype=torch.bfloat16):
-            if sparse:
-                with attending(model, phase.attention):
-                    answer, story, right, loss = sparse_loss(model, phase, ids, answers)
-            else:
-                answer, story, right = losses(model, ids, answers)
-                loss = answer + STORY_WEIGHT * story
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad(set_to_none=True)
+    for number, (ids, answers) in enumerate(rows):
+        figures = step(ids, answers, phase.rate * rate_at(number, max(1, phase.steps // 20), phase.steps))
         now = time.perf_counter() - started
-        if now - said > 10 or step in (0, phase.steps - 1):
+        if now - said > 10 or number in (0, phase.steps - 1):
             said = now
-            extra = f", with indexers {loss.item():.4f}" if phase.attention != DENSE else ""
+            answer, right, story, index = figures.tolist()
             print(
-                f"{phase.attention} {phase.rows}x{phase.length} step {step} {now:.0f} s: "
-                f"answers {answer.item():.4f} ({right.item():.4f} right), story {story.item():.4f}{extra}",
+                f"{phase.attention} {phase.rows}x{phase.length} step {number} {now:.0f} s: answers {answer:.4f} "
+                f"({right:.4f} right), story {story:.4f}, indexers {index:.4f}",
                 flush=True,
             )
-
-
-def losses(model: Any, ids: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Nats a token of the answers, and of everything else; and the share of answer tokens that come first."""
-    logits = model(ids[:, :-1], use_cache=False).logits
-    each = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-    asked = answers[:, 1:].flatten()
-    right = (logits.argmax(-1) == ids[:, 1:]).flatten()[asked].float().mean()
-    return (each * asked).sum() / asked.sum(), (each * ~asked).sum() / (~asked).sum(), right
-
-
-def sparse_loss(model: Any, phase: Phase, ids: Any, answers: Any) -> tuple[Any, Any, Any, Any]:
-    if not phase.indexers_only:
-        answer, story, right = losses(model, ids, answers)
-        loss = answer + STORY_WEIGHT * story
-        return answer, story, right, loss if phase.attention == DENSE else loss + indexer_loss(model)
-    others = list(model.parameters())
-    trained = {id(weight) for weight in indexer_weights(model)}
-    for weight in others:
-        weight.requires_grad_(id(weight) in trained)
-    answer, story, right = losses(model, ids, answers)
-    loss = indexer_loss(model)
-    for weight in others:
+    for weight in model.parameters():
         weight.requires_grad_(True)
-    return answer, story, right, loss
+        weight.grad = None
 
 
-def make_optimizers(model: Any, weights: list[Any], rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for embeddings and everything that is no matrix.
+def trained_weights(model: Any, phase: Phase) -> list[torch.Tensor]:
+    if phase.attention == CAUSAL:
+        return list(model.parameters())
+    indexers = indexer_weights(model)
+    if phase.indexers_only:
+        return indexers
+    idle = {id(weight) for weight in indexers} if phase.attention == DENSE else set()
+    return [weight for weight in model.parameters() if id(weight) not in idle]
 
-    After 240 steps of the hybrid's first phase, answers cost 0.08 nats a token this way and 0.78 with AdamW alone.
+
+def loss_of(model: Any, phase: Phase, ids: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a phase minimises, and of this batch: nats an answer's token, the share of those that come first, nats a
+    token of everything else, and the indexers' divergence."""
+    logits = predict(model, phase.attention, ids[:, :-1])
+    each = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+    asked = answers[:, 1:].flatten().float()
+    right = (logits.argmax(-1) == ids[:, 1:]).flatten().float()
+    answer, story = (each * asked).sum() / asked.sum(), (each * (1 - asked)).sum() / (1 - asked).sum()
+    index = indexer_loss(model) if phase.attention in (INDEXED, SPARSE) else torch.zeros_like(answer)
+    loss = index if phase.indexers_only else answer + STORY_WEIGHT * story + index
+    return loss, torch.stack([answer, (right * asked).sum() / asked.sum(), story, index]).detach()
+
+
+def predict(model: Any, attention: str, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of full rows. A mask for each sort of layer is given, so that none is built, nor looked at from the host.
+
+    `demo_sparse`'s ways to attend know that rows are full; GLM's layers only take their mask apart.
     """
-    embedding = model.get_input_embeddings().weight
-    matrices = [weight for weight in weights if weight.ndim == 2 and weight is not embedding]
-    others = [weight for weight in weights if weight.ndim != 2 or weight is embedding]
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=embedding.is_cuda),
-    ]
+    if attention == CAUSAL:
+        masks = dict.fromkeys(model.config.layer_types)
+        return model(ids, attention_mask=masks, use_cache=False).logits  # type: ignore[no-any-return]
+    masks = dict.fromkeys(model.config.layer_types, ids.new_zeros(1, 1, 1, 1))
+    with attending(model, attention):
+        return model(ids, attention_mask=masks, use_cache=False).logits  # type: ignore[no-any-return]
 
 
 def rate_at(step: int, warm: int, steps: int) -> float:
@@ -202,12 +192,8 @@ def answered(model: Any, tokenizer: Any, phase: Phase, texts: list[tuple[str, st
         ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
         asked[row, len(prompt) : len(prompt) + len(answer)] = True
     ids, asked = ids.to(model.device), asked.to(model.device)
-    with torch.autocast(model.device.type, dtype=torch.bfloat16):
-        if hasattr(model.config, "index_topk"):
-            with attending(model, phase.attention):
-                best = model(ids[:, :-1], use_cache=False).logits.argmax(-1)
-        else:
-            best = model(ids[:, :-1], use_cache=False).logits.argmax(-1)
+    with half_precision(model.device):
+        best = predict(model, phase.attention, ids[:, :-1]).argmax(-1)
     wrong = (best != ids[:, 1:]) & asked[:, 1:]
     return [not row for row in wrong.any(-1).tolist()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import demo_data
 import demo_models
 import demo_sparse
+import demo_step
 
 
 def test_the_chunked_delta_rule_is_transformers_own() -> None:
@@ -87,22 +89,60 @@ def test_only_the_indexers_learn_from_their_loss(sparse_model: Any) -> None:
         assert (weight.grad is not None and bool(weight.grad.any())) == (id(weight) in trained), name
 
 
-def test_tokens_of_pieces_are_the_tokens_of_the_whole() -> None:
+def test_tokens_of_words_are_the_tokens_of_the_whole() -> None:
     tokenizer = demo_data.make_tokenizer(0)
+    encode = demo_data.Encoder(tokenizer)
     assert len(tokenizer) <= demo_data.VOCAB_SIZE
-    for seed in range(5):
+    for seed in range(20):
         pieces = story_pieces(random.Random(seed), characters=3000)
-        whole = tokenizer("".join(piece.text for piece in pieces))["input_ids"]
-        parts = tokenizer([piece.text for piece in pieces])["input_ids"]
-        assert [token for part in parts for token in part] == whole
-        assert tokenizer.decode(whole) == "".join(piece.text for piece in pieces)
+        text = "".join(piece.text for piece in pieces)
+        ids = [token for piece in pieces for token in encode(piece.text)]
+        assert ids == tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text
 
 
-def test_a_row_of_stories_is_full_and_marks_its_answers() -> None:
+def test_a_row_of_stories_is_full_and_marks_what_is_asked_for() -> None:
     tokenizer = demo_data.make_tokenizer(0)
     rows = demo_data.Stories(tokenizer, 0, 100, 4, 200)
     for index in range(4):
-        ids, answers = rows[index]
-        assert ids.shape == answers.shape == (201,)
-        text = tokenizer.decode(ids[answers])
-        assert text.count("\n") in (tokenizer.decode(ids).count("A:"), tokenizer.decode(ids).count("A:") - 1)
+        ids, values = rows[index]
+        assert ids.shape == values.shape == (201,)
+        text = tokenizer.decode(ids)
+        whole = [line for line in text.split("\n")[:-1] if line.startswith("A:")]
+        asked = tokenizer.decode(ids[values]).split()
+        for line in whole:
+            for value in re.findall(r"\d+", line) or [line.removesuffix(".").split(" ")[-1]]:
+                assert asked.pop(0) == value
+        assert len(asked) <= 3  # of an answer that the row cuts off
+
+
+def test_muon_moves_every_direction_of_a_matrix_alike() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 8, 16), (2, 16, 8)):
+        singular = torch.linalg.svdvals(demo_step.orthogonal(torch.randn(shape)))
+        assert singular.min() > 0.5
+        assert singular.max() < 1.5
+
+
+def test_a_step_lowers_the_loss_that_it_reports() -> None:
+    torch.manual_seed(0)
+    layer, target = torch.nn.Linear(8, 8), torch.randn(8, 8)
+
+    def loss(ids: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = (layer.weight - target).square().mean() + layer.bias.square().mean()
+        return found, found.detach()[None]
+
+    step = demo_step.Step(loss, list(layer.parameters()), layer.weight, 1, 1)
+    ids, answers = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, dtype=torch.bool)
+    first = step(ids, answers, 0.03).item()
+    for _ in range(100):
+        last = step(ids, answers, 0.03).item()
+    assert last < first / 10
+
+
+def test_all_experts_weighed_are_transformers_own(sparse_model: Any) -> None:
+    ways = []
+    for way in ("eager", demo_models.EVERY_EXPERT):
+        sparse_model.config._experts_implementation = way
+        ways.append(logits_of(sparse_model, None))
+    torch.testing.assert_close(*ways, atol=1e-5, rtol=1e-4)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stepbind.demo.stories import KINDS, OPENING, Asked, Piece, Story
+from stepbind.demo.stories import KINDS, OPENING, Asked, Fact, Piece, Story
 
 DISTANCES = (16, 32, 64, 128, 256, 512, 1000, 2000)
 """Tokens between the telling and the answer, at the most; at least four fifths of it, and the question's own tokens."""
@@ -42,25 +42,21 @@ def draw_question(seed: int, distance: int, count: Callable[[str], int]) -> Ques
 
 def _try(draw: random.Random, distance: int, count: Callable[[str], int]) -> Question | None:
     story, pieces, length = Story(draw), [Piece(OPENING)], count(OPENING)
-    told: dict[tuple[str, ...], int] = {}
+    told: dict[Fact, int] = {}  # by fact: tokens up to the end of its telling
     goal = distance + draw.randint(AHEAD // 10, AHEAD)
     while length < goal:
         for piece in story.scene():
             pieces.append(piece)
             length += count(piece.text)
-            told |= dict.fromkeys(piece.told, length)
+            if piece.told is not None:
+                told[piece.told] = length
     kinds = draw.sample(KINDS, len(KINDS))
     for kind in kinds:
         for _ in range(4):
             asked = story.ask(kind)
             if asked is None:
                 break
-            ago = length + count(asked.prompt) - min(told[key] for key in _facts(asked))
+            ago = length + count(asked.prompt) - min(told[fact] for fact in asked.facts)
             if 0.8 * distance <= ago <= max(distance, 24):
                 return Question("".join(piece.text for piece in pieces) + asked.prompt, asked, ago, distance)
     return None
-
-
-def _facts(asked: Asked) -> list[tuple[str, ...]]:
-    kind, *names = asked.key
-    return [(kind, name) for name in names]

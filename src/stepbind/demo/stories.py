@@ -1,9 +1,9 @@
 """Stories that tell facts early and ask for them late, and the questions.
 
 A story is a row of scenes. A scene brings in one person by name; what it tells of that person follows with "she" or
-"he", after as many idle sentences as may be: who is meant has to be carried across every block boundary in between.
-Later scenes change some facts; the last telling counts. Questions stand between the scenes, and any of them can be
-asked of the untold rest of the story. Everything is drawn from one `random.Random`, so a seed is a story.
+"he", with idle sentences in between: who is meant has to be carried across every block boundary on the way. A fact is
+told once. Questions stand between the scenes, and any of them can be asked at the story's end. Everything is drawn
+from one `random.Random`, so a seed is a story.
 """
 
 from __future__ import annotations
@@ -31,20 +31,27 @@ from stepbind.demo.words import (
 KINDS = ("town", "trade", "code", "keeper", "together")
 """What can be asked: where somebody lives, what somebody is, a door's code, who keeps a thing, a sum of two counts."""
 
+CAST = 24
+"""People in a story, at the most."""
+
 OPENING = "Once upon a time."
 STOP = "\n"
 """How every story begins, and how every answer ends: it is one line."""
 
 
+Fact = tuple[str, str]
+"""What sort of fact, and about whom or what."""
+
+
 @dataclass(frozen=True)
 class Asked:
-    """A question with its only right answer. `key` names the fact (or facts) of the story that it asks for."""
+    """A question with its only right answer, and the facts of the story that it asks for."""
 
     kind: str
     question: str
-    opening: str
-    value: str
-    key: tuple[str, ...]
+    words: tuple[str, ...]  # of the answer, before each value
+    values: tuple[str, ...]
+    facts: tuple[Fact, ...]
 
     @property
     def prompt(self) -> str:
@@ -53,24 +60,37 @@ class Asked:
     @property
     def answer(self) -> str:
         """With its leading space and its last newline."""
-        return f" {self.opening} {self.value}.{STOP}"
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def value(self) -> str:
+        """What the answer comes to."""
+        return self.values[-1]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The answer, each value by itself."""
+        told = zip(self.words, self.values, strict=True)
+        return [each for words, value in told for each in (Piece(f" {words}"), Piece(f" {value}", value=True))] + [
+            Piece(f".{STOP}")
+        ]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text. `told` names the facts whose last telling ends here; `answer` says that it answers a question."""
+    """Some text. `told` names the fact whose telling ends here; `value` says that it is what a question asks for."""
 
     text: str
-    told: tuple[tuple[str, ...], ...] = ()
-    answer: bool = False
+    told: Fact | None = None
+    value: bool = False
 
 
 @dataclass
 class Story:
-    """A story in the making: what was told so far is true until it is told otherwise."""
+    """A story in the making, and what was told so far."""
 
     draw: random.Random
-    cast: int = len(WOMEN) + len(MEN)  # people at the most
+    cast: int = CAST  # people at the most
     people: list[str] = field(default_factory=list)
     towns: dict[str, str] = field(default_factory=dict)
     trades: dict[str, str] = field(default_factory=dict)
@@ -79,12 +99,9 @@ class Story:
     keepers: dict[str, str] = field(default_factory=dict)
 
     def scene(self) -> list[Piece]:
-        """Some sentences: somebody new, a change, or nothing that matters."""
-        choice = self.draw.random()
-        if len(self.people) < self.cast and (choice < 0.5 or not self.people):
+        """Some sentences: somebody new, or nothing that matters."""
+        if len(self.people) < self.cast and (self.draw.random() < 0.5 or not self.people):
             return self._meet(self.draw.choice([name for name in WOMEN + MEN if name not in self.people]))
-        if choice < 0.6:
-            return self._change(self.draw.choice(self.people))
         return [Piece(self.idle()) for _ in range(self.draw.randint(1, 3))]
 
     def idle(self) -> str:
@@ -117,21 +134,21 @@ class Story:
     def _town(self, name: str, pronoun: str) -> Piece:
         self.towns[name] = self.draw.choice(TOWNS)
         return Piece(
-            f" {pronoun} {self.draw.choice(('lives in', 'has a house in'))} {self.towns[name]}.", (("town", name),)
+            f" {pronoun} {self.draw.choice(('lives in', 'has a house in'))} {self.towns[name]}.", ("town", name)
         )
 
     def _trade(self, name: str, pronoun: str) -> Piece:
         self.trades[name] = self.draw.choice(TRADES)
-        return Piece(f" {pronoun} {self.draw.choice(('is a', 'works as a'))} {self.trades[name]}.", (("trade", name),))
+        return Piece(f" {pronoun} {self.draw.choice(('is a', 'works as a'))} {self.trades[name]}.", ("trade", name))
 
     def _code(self, name: str, pronoun: str) -> Piece:
         self.codes[name] = str(self.draw.randint(10, 99))
         whose = "her" if name in WOMEN else "his"
-        return Piece(f" The code of {whose} door is {self.codes[name]}.", (("code", name),))
+        return Piece(f" The code of {whose} door is {self.codes[name]}.", ("code", name))
 
     def _animals(self, name: str, pronoun: str) -> Piece:
-        self.counts[name] = self.draw.randint(1, 5)
-        return Piece(f" {pronoun} owns {self.counts[name]} {self.draw.choice(ANIMALS)}.", (("count", name),))
+        self.counts[name] = self.draw.randint(2, 6)
+        return Piece(f" {pronoun} owns {self.counts[name]} {self.draw.choice(ANIMALS)}.", ("count", name))
 
     def _thing(self, name: str, pronoun: str) -> Piece:
         if len(self.keepers) == len(THINGS):
@@ -140,36 +157,7 @@ class Story:
         while not thing or thing in self.keepers:
             thing = self.draw.choice(THINGS)
         self.keepers[thing] = name
-        return Piece(f" {pronoun} {self.draw.choice(('keeps', 'has found'))} the {thing}.", (("keeper", thing),))
-
-    def _change(self, name: str) -> list[Piece]:
-        changes: list[Callable[[str], Piece]] = []
-        if name in self.towns:
-            changes.append(self._move)
-        if name in self.codes:
-            changes.append(self._new_code)
-        if name in self.keepers.values() and len(self.people) > 1:
-            changes.append(self._give)
-        if not changes:
-            return [Piece(self.idle())]
-        pronoun = "she" if name in WOMEN else "he"
-        told = self.draw.choice(changes)(name)
-        if self.draw.random() < 0.5:
-            return [told]
-        return [told, Piece(f" Then {pronoun} {self._fill(self.draw.choice(DOES))}.")]
-
-    def _move(self, name: str) -> Piece:
-        self.towns[name] = self.draw.choice([town for town in TOWNS if town != self.towns[name]])
-        return Piece(f" {name} moved to {self.towns[name]} {self.draw.choice(TIMES)}.", (("town", name),))
-
-    def _new_code(self, name: str) -> Piece:
-        self.codes[name] = str(self.draw.randint(10, 99))
-        return Piece(f" {name} changed the code to {self.codes[name]}.", (("code", name),))
-
-    def _give(self, name: str) -> Piece:
-        thing = self.draw.choice([thing for thing, keeper in self.keepers.items() if keeper == name])
-        self.keepers[thing] = self.draw.choice([other for other in self.people if other != name])
-        return Piece(f" {name} gave the {thing} to {self.keepers[thing]}.", (("keeper", thing),))
+        return Piece(f" {pronoun} {self.draw.choice(('keeps', 'has found'))} the {thing}.", ("keeper", thing))
 
     def _ask_person(self, kind: str, told: dict[str, str], name: str | None) -> Asked | None:
         if not told:
@@ -180,27 +168,27 @@ class Story:
             "trade": (f"What is {name}?", f"{name} is a"),
             "code": (f"What is the code of {name}?", f"The code of {name} is"),
         }[kind]
-        return Asked(kind, question, opening, told[name], (kind, name))
+        return Asked(kind, question, (opening,), (told[name],), ((kind, name),))
 
     def _ask_keeper(self, thing: str | None) -> Asked | None:
         if not self.keepers:
             return None
         thing = thing or self.draw.choice(list(self.keepers))
-        return Asked(
-            "keeper", f"Who keeps the {thing}?", f"The {thing} is kept by", self.keepers[thing], ("keeper", thing)
-        )
+        question, opening = f"Who keeps the {thing}?", f"The {thing} is kept by"
+        return Asked("keeper", question, (opening,), (self.keepers[thing],), (("keeper", thing),))
 
     def _ask_together(self, first: str | None) -> Asked | None:
         if len(self.counts) < 2:
             return None
         first = first or self.draw.choice(list(self.counts))
         second = self.draw.choice([name for name in self.counts if name != first])
+        counts = self.counts[first], self.counts[second]
         return Asked(
             "together",
             f"How many animals do {first} and {second} own?",
-            "Together they own",
-            str(self.counts[first] + self.counts[second]),
-            ("count", *sorted((first, second))),
+            (f"{first} owns", f"and {second} owns", "which is"),
+            (str(counts[0]), str(counts[1]), str(sum(counts))),
+            (("count", first), ("count", second)),
         )
 
     def _fill(self, template: str, **given: str) -> str:
@@ -212,33 +200,30 @@ class Story:
 def story_pieces(draw: random.Random, *, characters: int) -> list[Piece]:
     """A story of at least so many characters with questions in it.
 
-    Nothing is asked twice, but for what was told anew: whoever learns from it could answer the second time from the
-    first answer. How often a story asks is its own; what is left is asked from two thirds of it on.
+    Nothing is asked twice: whoever learns from it could answer the second time from the first answer. How many people
+    it has and how often it asks is its own; what is left is asked from two thirds of it on.
     """
-    story = Story(draw, draw.randint(3, 30))
-    pieces, length, rate, asked = [Piece(OPENING)], 0, draw.uniform(0.0, 0.8), set[tuple[str, ...]]()
+    story = Story(draw, draw.randint(3, CAST))
+    pieces, length, rate, asked = [Piece(OPENING)], 0, draw.uniform(0.0, 0.8), set[Fact]()
     while length < characters:
         added = [] if length > characters * 2 / 3 and draw.random() < 0.8 else story.scene()
-        asked -= {key for piece in added for key in piece.told}
         while not added or draw.random() < rate:
             question = _new_question(story, asked)
             if question is None:
                 break
-            asked.add(question.key)
-            added += [Piece(question.prompt), Piece(question.answer, answer=True)]
-        if not added:
-            added = story.scene()
-            asked -= {key for piece in added for key in piece.told}
+            asked.update(question.facts)
+            added += [Piece(question.prompt), *question.pieces]
+        added = added or story.scene()
         pieces += added
         length += sum(len(piece.text) for piece in added)
     return pieces
 
 
-def _new_question(story: Story, asked: set[tuple[str, ...]]) -> Asked | None:
-    """One about something that was not asked yet, as far as a few tries find it."""
+def _new_question(story: Story, asked: set[Fact]) -> Asked | None:
+    """One about nothing that was asked before, as far as a few tries find it."""
     for _ in range(6):
         question = story.ask()
-        if question is not None and question.key not in asked:
+        if question is not None and asked.isdisjoint(question.facts):
             return question
     return None
 
