@@ -19,6 +19,8 @@ Loss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 WARM_STEPS = 3
 """Steps taken eagerly before one is captured: kernels get tuned, and optimizers make their state."""
 MOMENTUM, WEIGHT_DECAY = 0.95, 0.1
+SLOWER = 0.3
+"""AdamW's rate as a share of Muon's."""
 
 
 class Muon:
@@ -80,12 +82,12 @@ class Step:
         self._loss, self._weights = loss, weights
         self._ids = torch.zeros(rows, length + 1, dtype=torch.long, device=device)
         self._answers = torch.zeros(rows, length + 1, dtype=torch.bool, device=device)
-        self._rate = torch.zeros((), device=device)
+        self._rate, self._slower = torch.zeros((), device=device), torch.zeros((), device=device)
         matrices = [weight for weight in weights if is_matrix(weight) and weight is not embedding]
         others = [weight for weight in weights if not is_matrix(weight) or weight is embedding]
         self._muon = Muon(matrices, self._rate)
         options = {"fused": True, "capturable": True} if device.type == "cuda" else {"foreach": False}
-        self._adam = torch.optim.AdamW(others, lr=self._rate, betas=(0.9, 0.98), weight_decay=0.0, **options)
+        self._adam = torch.optim.AdamW(others, lr=self._slower, betas=(0.9, 0.98), weight_decay=0.0, **options)
         self._taken = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._figures = torch.zeros(0)
@@ -95,6 +97,7 @@ class Step:
         self._ids.copy_(ids, non_blocking=True)
         self._answers.copy_(answers, non_blocking=True)
         self._rate.fill_(rate)
+        self._slower.fill_(rate * SLOWER)
         if self._ids.is_cuda and self._taken == WARM_STEPS:
             self._forget_gradients()
             torch.cuda.synchronize()

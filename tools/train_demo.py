@@ -50,14 +50,13 @@ class Phase:
 
 
 PHASES = {
-    "deep": (Phase(1200, 128, 256, 3e-3), Phase(500, 48, 768, 2e-3), Phase(2000, 20, CONTEXT, 2e-3)),
-    "hybrid": (Phase(1200, 128, 256, 3e-3), Phase(500, 48, 768, 2e-3), Phase(2000, 20, CONTEXT, 2e-3)),
+    "hybrid": (Phase(4000, 32, 256, 3e-3), Phase(1000, 16, 768, 2e-3), Phase(2000, 8, CONTEXT, 2e-3)),
     "sparse-mla": (
-        Phase(2500, 128, 256, 3e-3, DENSE),
-        Phase(800, 48, 768, 2e-3, DENSE),
-        Phase(1500, 20, CONTEXT, 2e-3, DENSE),
-        Phase(250, 8, CONTEXT, 2e-3, INDEXED, indexers_only=True),
-        Phase(250, 8, CONTEXT, 5e-4, SPARSE),
+        Phase(6000, 32, 256, 3e-3, DENSE),
+        Phase(1000, 16, 768, 2e-3, DENSE),
+        Phase(2000, 8, CONTEXT, 2e-3, DENSE),
+        Phase(200, 8, CONTEXT, 2e-3, INDEXED, indexers_only=True),
+        Phase(200, 8, CONTEXT, 5e-4, SPARSE),
     ),
 }
 

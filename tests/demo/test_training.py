@@ -134,9 +134,9 @@ def test_a_step_lowers_the_loss_that_it_reports() -> None:
 
     step = demo_step.Step(loss, list(layer.parameters()), layer.weight, 1, 1)
     ids, answers = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, dtype=torch.bool)
-    first = step(ids, answers, 0.03).item()
+    first = step(ids, answers, 0.1).item()
     for _ in range(100):
-        last = step(ids, answers, 0.03).item()
+        last = step(ids, answers, 0.1).item()
     assert last < first / 10
 
 

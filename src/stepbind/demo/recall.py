@@ -9,7 +9,7 @@ from stepbind.demo.questions import DISTANCES, Question, draw_question
 from stepbind.demo.stories import STOP
 from stepbind.hosts.local import Completion, LocalEngine, SamplingParams
 
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = 24
 """New tokens an answer may take. A true one takes fewer (`tests/demo/test_recall.py`)."""
 
 HELD_OUT = 10**9

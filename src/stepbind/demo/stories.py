@@ -9,11 +9,9 @@ from one `random.Random`, so a seed is a story.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stepbind.demo.words import (
-    ANIMALS,
     ARRIVES,
     DOES,
     FALLS,
@@ -28,10 +26,18 @@ from stepbind.demo.words import (
     WOMEN,
 )
 
-KINDS = ("town", "trade", "code", "keeper", "together")
-"""What can be asked: where somebody lives, what somebody is, a door's code, who keeps a thing, a sum of two counts."""
+OWN = {
+    "town": TOWNS,
+    "trade": TRADES,
+    "code": [str(code) for code in range(10, 100)],
+    "flock": [str(count) for count in range(2, 7)],
+}
+"""What can be told of a person, and what it may be."""
 
-CAST = 24
+KINDS = ("town", "trade", "code", "keeper", "together")
+"""What can be asked: somebody's town, trade or code, who keeps a thing, and how many two flocks make."""
+
+CAST = 16
 """People in a story, at the most."""
 
 OPENING = "Once upon a time."
@@ -92,104 +98,60 @@ class Story:
     draw: random.Random
     cast: int = CAST  # people at the most
     people: list[str] = field(default_factory=list)
-    towns: dict[str, str] = field(default_factory=dict)
-    trades: dict[str, str] = field(default_factory=dict)
-    codes: dict[str, str] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    keepers: dict[str, str] = field(default_factory=dict)
+    told: dict[Fact, str] = field(default_factory=dict)
 
     def scene(self) -> list[Piece]:
         """Some sentences: somebody new, or nothing that matters."""
-        if len(self.people) < self.cast and (self.draw.random() < 0.5 or not self.people):
+        if len(self.people) < self.cast and (self.draw.random() < 0.6 or not self.people):
             return self._meet(self.draw.choice([name for name in WOMEN + MEN if name not in self.people]))
-        return [Piece(self.idle()) for _ in range(self.draw.randint(1, 3))]
+        return [Piece(self.idle()) for _ in range(self.draw.randint(1, 2))]
 
     def idle(self) -> str:
         """A sentence about the weather."""
         return self._fill(f" The {self.draw.choice(WEATHER)} {self.draw.choice(FALLS)} the {{place}} {{time}}.")
 
-    def ask(self, kind: str | None = None, subject: str | None = None) -> Asked | None:
-        """A question about what was told, of any kind or of this one; None where nothing of it was told."""
-        makers: dict[str, Callable[[str | None], Asked | None]] = {
-            "town": lambda name: self._ask_person("town", self.towns, name),
-            "trade": lambda name: self._ask_person("trade", self.trades, name),
-            "code": lambda name: self._ask_person("code", self.codes, name),
-            "keeper": self._ask_keeper,
-            "together": self._ask_together,
-        }
-        return makers[kind or self.draw.choice(KINDS)](subject)
+    def ask(self, kind: str | None = None) -> Asked | None:
+        """A question about what was told, of any of the KINDS or of this one; None where nothing of it was told."""
+        kind = kind or self.draw.choice(KINDS)
+        known = [fact for fact in self.told if fact[0] == ("flock" if kind == "together" else kind)]
+        if len(known) < (2 if kind == "together" else 1):
+            return None
+        first = self.draw.choice(known)
+        if kind == "together":
+            return self._together(first[1], self.draw.choice([fact for fact in known if fact != first])[1])
+        question = f"Who keeps the {first[1]}?" if kind == "keeper" else f"What is the {kind} of {first[1]}?"
+        whose = f"the {first[1]}" if kind == "keeper" else first[1]
+        return Asked(kind, question, (f"The {kind} of {whose} is",), (self.told[first],), (first,))
+
+    def _together(self, first: str, second: str) -> Asked:
+        facts = ("flock", first), ("flock", second)
+        counts = [int(self.told[fact]) for fact in facts]
+        words = f"The flock of {first} is", f"and the flock of {second} is", "which makes"
+        question = f"How many are the flocks of {first} and {second}?"
+        return Asked("together", question, words, (*map(str, counts), str(sum(counts))), facts)
 
     def _meet(self, name: str) -> list[Piece]:
         self.people.append(name)
-        tell = [self._town, self._trade, self._code, self._thing, self._animals]
-        chosen = self.draw.sample(tell, self.draw.randint(1, 4))
         pieces = [Piece(_sentence(self._fill(self.draw.choice(ARRIVES), name=name)))]
-        pronoun = "She" if name in WOMEN else "He"
-        for telling in chosen:
+        she, her = ("She", "Her") if name in WOMEN else ("He", "His")
+        for kind in self.draw.sample((*OWN, "keeper"), self.draw.randint(1, 4)):
             if self.draw.random() < 0.3:
-                pieces.append(Piece(f" {pronoun} {self._fill(self.draw.choice(DOES))}."))
-            pieces.append(telling(name, pronoun))
+                pieces.append(Piece(f" {she} {self._fill(self.draw.choice(DOES))}."))
+            pieces.append(self._keep(name, she) if kind == "keeper" else self._own(kind, name, her))
         return pieces
 
-    def _town(self, name: str, pronoun: str) -> Piece:
-        self.towns[name] = self.draw.choice(TOWNS)
-        return Piece(
-            f" {pronoun} {self.draw.choice(('lives in', 'has a house in'))} {self.towns[name]}.", ("town", name)
-        )
+    def _own(self, kind: str, name: str, her: str) -> Piece:
+        value = self.draw.choice(OWN[kind])
+        self.told[kind, name] = value
+        return Piece(f" {her} {kind} is {value}.", (kind, name))
 
-    def _trade(self, name: str, pronoun: str) -> Piece:
-        self.trades[name] = self.draw.choice(TRADES)
-        return Piece(f" {pronoun} {self.draw.choice(('is a', 'works as a'))} {self.trades[name]}.", ("trade", name))
-
-    def _code(self, name: str, pronoun: str) -> Piece:
-        self.codes[name] = str(self.draw.randint(10, 99))
-        whose = "her" if name in WOMEN else "his"
-        return Piece(f" The code of {whose} door is {self.codes[name]}.", ("code", name))
-
-    def _animals(self, name: str, pronoun: str) -> Piece:
-        self.counts[name] = self.draw.randint(2, 6)
-        return Piece(f" {pronoun} owns {self.counts[name]} {self.draw.choice(ANIMALS)}.", ("count", name))
-
-    def _thing(self, name: str, pronoun: str) -> Piece:
-        if len(self.keepers) == len(THINGS):
+    def _keep(self, name: str, she: str) -> Piece:
+        free = [thing for thing in THINGS if ("keeper", thing) not in self.told]
+        if not free:
             return Piece(self.idle())
-        thing = ""
-        while not thing or thing in self.keepers:
-            thing = self.draw.choice(THINGS)
-        self.keepers[thing] = name
-        return Piece(f" {pronoun} {self.draw.choice(('keeps', 'has found'))} the {thing}.", ("keeper", thing))
-
-    def _ask_person(self, kind: str, told: dict[str, str], name: str | None) -> Asked | None:
-        if not told:
-            return None
-        name = name or self.draw.choice(list(told))
-        question, opening = {
-            "town": (f"Where does {name} live?", f"{name} lives in"),
-            "trade": (f"What is {name}?", f"{name} is a"),
-            "code": (f"What is the code of {name}?", f"The code of {name} is"),
-        }[kind]
-        return Asked(kind, question, (opening,), (told[name],), ((kind, name),))
-
-    def _ask_keeper(self, thing: str | None) -> Asked | None:
-        if not self.keepers:
-            return None
-        thing = thing or self.draw.choice(list(self.keepers))
-        question, opening = f"Who keeps the {thing}?", f"The {thing} is kept by"
-        return Asked("keeper", question, (opening,), (self.keepers[thing],), (("keeper", thing),))
-
-    def _ask_together(self, first: str | None) -> Asked | None:
-        if len(self.counts) < 2:
-            return None
-        first = first or self.draw.choice(list(self.counts))
-        second = self.draw.choice([name for name in self.counts if name != first])
-        counts = self.counts[first], self.counts[second]
-        return Asked(
-            "together",
-            f"How many animals do {first} and {second} own?",
-            (f"{first} owns", f"and {second} owns", "which is"),
-            (str(counts[0]), str(counts[1]), str(sum(counts))),
-            (("count", first), ("count", second)),
-        )
+        thing = self.draw.choice(free)
+        self.told["keeper", thing] = name
+        return Piece(f" {she} keeps the {thing}.", ("keeper", thing))
 
     def _fill(self, template: str, **given: str) -> str:
         return template.format(

@@ -25,7 +25,6 @@ THINGS = (
     "flag flute fork glove hammer hat jacket kettle key knife ladder lamp map mirror needle pillow plate ring rope "
     "saddle scarf ship spear spoon sword tent towel trumpet umbrella vase violin wallet wheel whistle"
 ).split()
-ANIMALS = "cats cows dogs ducks geese goats hens horses pigs sheep".split()
 PLACES = (
     "bakery barn bridge castle cellar church corner courtyard factory ferry field forest fountain garden gate hall "
     "harbour hill inn island kitchen lake library market meadow mill orchard park river road school square stable "
