@@ -88,6 +88,7 @@ def new_model(name: str, seed: int, device: str) -> Any:
         elif isinstance(module, Qwen3_5Attention):
             for norm in (module.q_norm, module.k_norm):
                 torch.nn.init.constant_(norm.weight, SHARPER)
+            look_for_alike(module)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING)
     model.config._experts_implementation = EVERY_EXPERT
     return model.to(device)
@@ -111,6 +112,18 @@ def remember(layer: Any) -> None:
     with torch.no_grad():
         layer.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
         layer.A_log.copy_(torch.empty_like(layer.A_log).uniform_(1, 16).log())
+
+
+def look_for_alike(layer: Any) -> None:
+    """Queries start as the keys of the same input, so that a token attends first to those that are most like it.
+
+    Matching a name to a name takes the same directions in both. From unlike ones that is found late: at first the only
+    gain is in what many tokens share.
+    """
+    heads = layer.q_proj.weight.data.unflatten(0, (-1, 2, layer.head_dim))  # a query and its gate
+    heads[:, 0] = layer.k_proj.weight.data.unflatten(0, (-1, layer.head_dim)).repeat_interleave(
+        layer.num_key_value_groups, dim=0
+    )
 
 
 EVERY_EXPERT = "demo_every_expert"

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from stepbind.demo.questions import DISTANCES, draw_question
 from stepbind.demo.stories import OPENING, Piece, story_pieces
-from stepbind.demo.words import MEN, WOMEN
+from stepbind.demo.words import NAMES
 
-NAME = "|".join(WOMEN + MEN)
+NAME = "|".join(NAMES)
 TOGETHER = r"How many are the flocks of (\w+) and (\w+)\?"
 seeds = st.integers(0, 2**32)
 
 
 class Reader:
-    """Reads sentence by sentence; "she" and "he" are whoever was named last."""
+    """Reads sentence by sentence; "they" are whoever was named last."""
 
     def __init__(self) -> None:
         self.told: dict[tuple[str, str], str] = {}
@@ -30,9 +30,13 @@ class Reader:
             self._sentence(sentence.strip())
 
     def _sentence(self, text: str) -> None:
-        if found := re.fullmatch(r"(?:Her|His) (town|trade|code|flock) is (\w+)", text):
+        if found := re.fullmatch(r"Their (town|trade|code|flock) is (\w+)", text):
             self.told[found[1], self.who] = found[2]
-        elif found := re.fullmatch(r"(?:She|He) keeps the (\w+)", text):
+        elif found := re.fullmatch(r"The (\w+) of (\w+) is (\w+)", text):
+            self.told[found[1], found[2]] = found[3]
+        elif found := re.fullmatch(r"The keeper of the (\w+) is (\w+)", text):
+            self.told["keeper", found[1]] = found[2]
+        elif found := re.fullmatch(r"They keep the (\w+)", text):
             self.told["keeper", found[1]] = self.who
         if found := re.search(rf"\b({NAME})\b", text):
             self.who = found[1]

@@ -1,9 +1,9 @@
 """Stories that tell facts early and ask for them late, and the questions.
 
-A story is a row of scenes. A scene brings in one person by name; what it tells of that person follows with "she" or
-"he", with idle sentences in between: who is meant has to be carried across every block boundary on the way. A fact is
-told once. Questions stand between the scenes, and any of them can be asked at the story's end. Everything is drawn
-from one `random.Random`, so a seed is a story.
+A story is a row of scenes. A scene brings in one person by name; what it tells of that person may follow with "they"
+and "their", with idle sentences in between: who is meant has to be carried across every block boundary on the way. A
+fact is told once. Questions stand between the scenes, and any of them can be asked at the story's end. Everything is
+drawn from one `random.Random`, so a seed is a story.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stepbind.demo.words import (
     ARRIVES,
     DOES,
     FALLS,
-    MEN,
+    NAMES,
     NEAR,
     PLACES,
     THINGS,
@@ -23,7 +23,6 @@ from stepbind.demo.words import (
     TOWNS,
     TRADES,
     WEATHER,
-    WOMEN,
 )
 
 OWN = {
@@ -39,6 +38,9 @@ KINDS = ("town", "trade", "code", "keeper", "together")
 
 CAST = 16
 """People in a story, at the most."""
+
+NAMED = 0.4
+"""Of the facts, how many are told by name rather than by "they" and "their"."""
 
 OPENING = "Once upon a time."
 STOP = "\n"
@@ -103,7 +105,7 @@ class Story:
     def scene(self) -> list[Piece]:
         """Some sentences: somebody new, or nothing that matters."""
         if len(self.people) < self.cast and (self.draw.random() < 0.6 or not self.people):
-            return self._meet(self.draw.choice([name for name in WOMEN + MEN if name not in self.people]))
+            return self._meet(self.draw.choice([name for name in NAMES if name not in self.people]))
         return [Piece(self.idle()) for _ in range(self.draw.randint(1, 2))]
 
     def idle(self) -> str:
@@ -133,25 +135,26 @@ class Story:
     def _meet(self, name: str) -> list[Piece]:
         self.people.append(name)
         pieces = [Piece(_sentence(self._fill(self.draw.choice(ARRIVES), name=name)))]
-        she, her = ("She", "Her") if name in WOMEN else ("He", "His")
         for kind in self.draw.sample((*OWN, "keeper"), self.draw.randint(1, 4)):
             if self.draw.random() < 0.3:
-                pieces.append(Piece(f" {she} {self._fill(self.draw.choice(DOES))}."))
-            pieces.append(self._keep(name, she) if kind == "keeper" else self._own(kind, name, her))
+                pieces.append(Piece(f" They {self._fill(self.draw.choice(DOES))}."))
+            pieces.append(self._keep(name) if kind == "keeper" else self._own(kind, name))
         return pieces
 
-    def _own(self, kind: str, name: str, her: str) -> Piece:
+    def _own(self, kind: str, name: str) -> Piece:
         value = self.draw.choice(OWN[kind])
         self.told[kind, name] = value
-        return Piece(f" {her} {kind} is {value}.", (kind, name))
+        whose = f"The {kind} of {name}" if self.draw.random() < NAMED else f"Their {kind}"
+        return Piece(f" {whose} is {value}.", (kind, name))
 
-    def _keep(self, name: str, she: str) -> Piece:
+    def _keep(self, name: str) -> Piece:
         free = [thing for thing in THINGS if ("keeper", thing) not in self.told]
         if not free:
             return Piece(self.idle())
         thing = self.draw.choice(free)
         self.told["keeper", thing] = name
-        return Piece(f" {she} keeps the {thing}.", ("keeper", thing))
+        told = f"The keeper of the {thing} is {name}" if self.draw.random() < NAMED else f"They keep the {thing}"
+        return Piece(f" {told}.", ("keeper", thing))
 
     def _fill(self, template: str, **given: str) -> str:
         return template.format(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-WOMEN = (
-    "Ada Anna Bella Clara Dora Edith Ella Emma Flora Greta Hanna Ida Iris Jana Julia Karin Lena Lucy Mara Mina Nora "
-    "Olga Petra Rosa Sara Tilda Vera Wanda"
-).split()
-MEN = (
-    "Aron Boris Carl David Emil Erik Felix Georg Hugo Ivan Jonas Karl Leo Lukas Marco Max Nils Oskar Otto Pavel "
-    "Peter Rolf Simon Sven Tom Ulf Viktor Walter"
+NAMES = (
+    "Ada Anna Aron Bella Boris Carl Clara David Dora Edith Ella Emil Emma Erik Felix Flora Georg Greta Hanna Hugo Ida "
+    "Iris Ivan Jana Jonas Julia Karin Karl Lena Leo Lucy Lukas Mara Marco Max Mina Nils Nora Olga Oskar Otto Pavel "
+    "Peter Petra Rolf Rosa Sara Simon Sven Tilda Tom Ulf Vera Viktor Walter Wanda"
 ).split()
 TOWNS = (
     "Athens Basel Bergen Berlin Boston Bremen Cairo Calais Cork Delft Dover Dublin Essen Genoa Ghent Kiev Krakow "
