@@ -30,7 +30,7 @@ seeds = st.integers(0, 2**32)
 def stand_in() -> Iterator[None]:
     """The library runs here, and is faster from 2 tokens on."""
     with (
-        patch.object(varlen_attention, "_varlen_function", lambda: varlen_attn),
+        patch.object(varlen_attention, "varlen_function", lambda: varlen_attn),
         patch.object(varlen_attention, "unsupported", lambda device: None),
         patch.dict(FASTER_FROM, {HALF.head_dim: 2}, clear=True),
     ):
@@ -118,7 +118,7 @@ def test_torchs_function_is_asked_to_group_heads_where_it_wants_to_be(monkeypatc
 
     for function, want in ((of_torch_2_11, {}), (of_torch_2_13, {"enable_gqa": True})):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
-        assert varlen_attention._varlen_function.__wrapped__()(None) == want
+        assert varlen_attention.varlen_function.__wrapped__()(None) == want
 
 
 def forward(given: Pass, plan: Plan, pages: KVPages) -> torch.Tensor:
@@ -145,7 +145,7 @@ def test_a_layer_writes_the_same_pages_and_gives_the_same_output_with_it(
     for got, want in zip(vars(pages[0]).values(), vars(pages[1]).values(), strict=True):
         torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
     # And it was the library: without it, the layer has nothing to call.
-    monkeypatch.setattr(varlen_attention, "_varlen_function", lambda: None)
+    monkeypatch.setattr(varlen_attention, "varlen_function", lambda: None)
     if given.plan.sizes.max_query >= 2:
         with pytest.raises(TypeError, match="NoneType"):
             forward(given, given.plan, pages[0])

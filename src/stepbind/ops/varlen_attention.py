@@ -67,7 +67,7 @@ def varlen_attention(
     counted, is attended to here all the same, as its key is at hand; nothing is read or written through its block.
     """
     longest = sizes.max_query
-    out: torch.Tensor = _varlen_function()(
+    out: torch.Tensor = varlen_function()(
         query,
         key,
         value,
@@ -82,7 +82,7 @@ def varlen_attention(
 
 
 @cache
-def _varlen_function() -> Callable[..., Any]:
+def varlen_function() -> Callable[..., Any]:
     """torch's function, which takes fewer KV heads than query heads."""
     from torch.nn.attention.varlen import varlen_attn
 
