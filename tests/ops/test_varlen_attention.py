@@ -62,7 +62,7 @@ def test_it_gets_prefills_without_prior_context_whose_keys_the_pages_hold_unchan
     assert chosen(sizes_of([4, 5], [0, 0], padded_rows=4))
     assert chosen(fresh, torch.bfloat16, torch.bfloat16)
     assert not chosen(sizes_of([4, 5], [0, 16]))
-    assert not chosen(sizes_of([4, 5], [1, 0]))  # that row is shorter than the longest, context and all
+    assert not chosen(sizes_of([4, 5], [1, 0]))  # not the longest row, context and all
     assert not chosen(sizes_of([4, 5], [0, 0], padded_tokens=10))
     assert not chosen(sizes_of([1, 1], [0, 0], Phase.DECODE))
     assert not chosen(sizes_of([4, 4], [0, 0], Phase.VERIFY))

@@ -33,8 +33,7 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: K
     if sizes.phase is not Phase.PREFILL or sizes.max_query < FASTER_FROM.get(query.shape[-1], INT32_MAX):
         return False
     return (
-        sizes.max_context == sizes.max_query
-        and not sizes.prior_len.any()
+        not sizes.prior_len.any()
         and sizes.padded_tokens == sizes.num_tokens
         and query.dtype in DTYPES
         and query.dtype == key.dtype == value.dtype == pages.key.dtype == pages.value.dtype
