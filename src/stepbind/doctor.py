@@ -6,14 +6,19 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from inspect import signature
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
+
+from stepbind.ops import varlen_attention
 
 PACKAGES = ("stepbind", "torch", "transformers", "tokenizers", "safetensors", "triton", "fla-core")
 OPS = (
     "plan fill",
     "cache write",
-    "paged attention",
+    "paged attention, decode",
+    "paged attention, prefill",
     "causal convolution",
     "gated delta rule, decode",
     "gated delta rule, prefill",
@@ -62,6 +67,10 @@ def choices() -> list[Choice]:
 
 
 def _on_gpu(op: str) -> Choice:
+    if op == "paged attention, decode":
+        return Choice(op, "cuda", "Triton", f"stepbind's own, over pages; {_libraries_over_pages()}")
+    if op == "paged attention, prefill":
+        return _prefill_attention(op)
     if op == "latent attention":
         return Choice(op, "cuda", "Triton", "stepbind's own, absorbed; dense, or over the tokens that an indexer chose")
     if op == "latent attention, indexer":
@@ -77,3 +86,28 @@ def _on_gpu(op: str) -> Choice:
     if find_spec("fla") is not None:
         return Choice(op, "cuda", "fla-core, Triton", "chunked, for 64 new tokens a row and more in 16-bit types")
     return Choice(op, "cuda", "Triton", "token by token: fla-core, which has a chunked one, is not installed")
+
+
+def _libraries_over_pages() -> str:
+    has_one = "has one" if "block_table" in signature(varlen_attn).parameters else "has none"
+    installed = "is" if find_spec("flashinfer") is not None else "is not"
+    return (
+        f"never a library's (torch {torch.__version__} {has_one}, FlashInfer {installed} installed), which follows a "
+        "table's entries unchecked"
+    )
+
+
+def _prefill_attention(op: str) -> Choice:
+    without = "torch's varlen attention, for passes without prior context,"
+    reason = varlen_attention.unsupported(torch.device("cuda"))
+    if reason is not None:
+        return Choice(op, "cuda", "Triton", f"stepbind's own; {without} is not used: {reason}")
+    if not varlen_attention.FASTER_FROM:
+        return Choice(op, "cuda", "Triton", f"stepbind's own; {without} is installed and was not measured faster")
+    where = ", ".join(f"{dim} (from {tokens} tokens)" for dim, tokens in varlen_attention.FASTER_FROM.items())
+    return Choice(
+        op,
+        "cuda",
+        "torch varlen, Triton",
+        f"{without} in 16-bit types at head dims of {where}, where it was measured faster; else stepbind's own",
+    )

@@ -12,6 +12,7 @@ from stepbind.context import current
 from stepbind.errors import StepError
 from stepbind.ops.attention import paged_attention
 from stepbind.ops.cache_write import write_kv
+from stepbind.ops.varlen_attention import serves, varlen_attention
 
 NAME = "stepbind"
 """The implementation's name in `config._attn_implementation`. No mask function is registered under it, so that
@@ -44,12 +45,15 @@ def attention_forward(
     tokens = plan.slot.shape[0]
     if query.shape[2] != tokens:
         raise StepError(f"layer {layer} query", f"{query.shape[2]} tokens", f"the step's {tokens} padded tokens")
-    key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    shared, sizes = context.plan.shared, context.plan.sizes
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     repeats = pages.key.shape[1] // key.shape[1]
     if repeats > 1:  # fewer heads here than in the cache, which holds each of them that often (tensor parallelism)
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    write_kv(pages, key, value, plan.slot)
-    if repeats > 1:
+        repeated = [each.repeat_interleave(repeats, dim=1) for each in (key, value)]
+        write_kv(pages, repeated[0], repeated[1], plan.slot)
         pages = KVPages(pages.key[:, ::repeats], pages.value[:, ::repeats])
-    out = paged_attention(query[0].transpose(0, 1), pages, plan, context.plan.shared, context.plan.sizes, scaling)
-    return out[None], None
+    else:
+        write_kv(pages, key, value, plan.slot)
+    if serves(query, key, value, pages, sizes):
+        return varlen_attention(query, key, value, shared, sizes, scaling)[None], None
+    return paged_attention(query, pages, plan, shared, sizes, scaling)[None], None
