@@ -32,16 +32,16 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         special_tokens=[AddedToken(END_OF_TEXT, special=True)],
         show_progress=False,
     )
-    texts = ("".join(piece.text for piece in story(seed, number, 4000)) for number in range(500))
+    texts = ("".join(piece.text for piece in story(seed, number, 0.5, 4000)) for number in range(500))
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
 
 
-def story(seed: int, number: int, characters: int) -> list[Piece]:
+def story(seed: int, number: int, named: float, characters: int) -> list[Piece]:
     """Story `number` of a seed."""
-    return story_pieces(random.Random(f"{seed}-{number}"), characters=characters)
+    return story_pieces(random.Random(f"{seed}-{number}"), named, characters=characters)
 
 
 WORDS = re.compile(r" ?[A-Za-z]+| ?\d+| ?[^\sA-Za-z\d]+|\s")
@@ -67,25 +67,29 @@ class Encoder:
 
 
 class Stories(Dataset[Batch]):
-    """Rows of `length` + 1 token ids, and which of them a question asks for. Row `n` is always the same."""
+    """Rows of `length` + 1 token ids, and the Part of the story that each belongs to. Row `n` is always the same."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int, first: int, rows: int, length: int) -> None:
-        self._encode, self._seed, self._first, self._rows, self._length = Encoder(tokenizer), seed, first, rows, length
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, seed: int, first: int, rows: int, length: int, named: float
+    ) -> None:
+        self._encode, self._named = Encoder(tokenizer), named
+        self._seed, self._first, self._rows, self._length = seed, first, rows, length
 
     def __len__(self) -> int:
         return self._rows
 
     def __getitem__(self, index: int) -> Batch:
         wanted = self._length + 1
+        characters = int(wanted * CHARACTERS_A_TOKEN) + SPARE_CHARACTERS
         ids: list[int] = []
-        values: list[bool] = []
-        for piece in story(self._seed, self._first + index, int(wanted * CHARACTERS_A_TOKEN) + SPARE_CHARACTERS):
+        parts: list[int] = []
+        for piece in story(self._seed, self._first + index, self._named, characters):
             tokens = self._encode(piece.text)
             ids += tokens
-            values += [piece.value] * len(tokens)
+            parts += [piece.part] * len(tokens)
         if len(ids) < wanted:
             raise ValueError(f"story {index} has {len(ids)} tokens, {wanted} wanted: raise CHARACTERS_A_TOKEN")
-        return torch.tensor(ids[:wanted]), torch.tensor(values[:wanted])
+        return torch.tensor(ids[:wanted]), torch.tensor(parts[:wanted])
 
 
 def batches(dataset: Stories, batch_rows: int, workers: int) -> Iterator[Batch]:

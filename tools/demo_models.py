@@ -10,6 +10,7 @@ from demo_data import VOCAB_SIZE
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GlmMoeDsaConfig, Qwen3_5TextConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5GatedDeltaNet
 
@@ -89,6 +90,8 @@ def new_model(name: str, seed: int, device: str) -> Any:
             for norm in (module.q_norm, module.k_norm):
                 torch.nn.init.constant_(norm.weight, SHARPER)
             look_for_alike(module)
+        elif isinstance(module, GlmMoeDsaAttention):
+            look_for_alike_latents(module)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING)
     model.config._experts_implementation = EVERY_EXPERT
     return model.to(device)
@@ -124,6 +127,21 @@ def look_for_alike(layer: Any) -> None:
     heads[:, 0] = layer.k_proj.weight.data.unflatten(0, (-1, layer.head_dim)).repeat_interleave(
         layer.num_key_value_groups, dim=0
     )
+
+
+LOUDER = 3.0
+"""Factor on latent attention's first queries and keys, which no norm makes larger."""
+
+
+def look_for_alike_latents(layer: Any) -> None:
+    """`look_for_alike` for queries and keys that come from latents: the parts that are not rotated."""
+    rank, nope = layer.kv_lora_rank, layer.qk_nope_head_dim
+    layer.q_a_proj.weight.data[:rank] = layer.kv_a_proj_with_mqa.weight.data[:rank]
+    keys = layer.kv_b_proj.weight.data.unflatten(0, (layer.num_heads, -1))[:, :nope]
+    keys *= LOUDER
+    queries = layer.q_b_proj.weight.data.unflatten(0, (layer.num_heads, -1))[:, :nope]
+    queries.zero_()
+    queries[:, :, :rank] = keys
 
 
 EVERY_EXPERT = "demo_every_expert"

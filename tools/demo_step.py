@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 Loss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From ids and answers [rows, tokens + 1] to what is minimised, and figures to report (float32 [n])."""
+"""From ids and parts [rows, tokens + 1] to what is minimised, and figures to report (float32 [n])."""
 
 WARM_STEPS = 3
 """Steps taken eagerly before one is captured: kernels get tuned, and optimizers make their state."""
@@ -81,7 +81,7 @@ class Step:
         device = embedding.device
         self._loss, self._weights = loss, weights
         self._ids = torch.zeros(rows, length + 1, dtype=torch.long, device=device)
-        self._answers = torch.zeros(rows, length + 1, dtype=torch.bool, device=device)
+        self._parts = torch.zeros_like(self._ids)
         self._rate, self._slower = torch.zeros((), device=device), torch.zeros((), device=device)
         matrices = [weight for weight in weights if is_matrix(weight) and weight is not embedding]
         others = [weight for weight in weights if not is_matrix(weight) or weight is embedding]
@@ -92,10 +92,10 @@ class Step:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._figures = torch.zeros(0)
 
-    def __call__(self, ids: torch.Tensor, answers: torch.Tensor, rate: float) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, parts: torch.Tensor, rate: float) -> torch.Tensor:
         """One step at this learning rate. Returns the figures, on the device: good until the next step."""
         self._ids.copy_(ids, non_blocking=True)
-        self._answers.copy_(answers, non_blocking=True)
+        self._parts.copy_(parts, non_blocking=True)
         self._rate.fill_(rate)
         self._slower.fill_(rate * SLOWER)
         if self._ids.is_cuda and self._taken == WARM_STEPS:
@@ -115,7 +115,7 @@ class Step:
 
     def _step(self) -> torch.Tensor:
         with half_precision(self._ids.device):
-            loss, figures = self._loss(self._ids, self._answers)
+            loss, figures = self._loss(self._ids, self._parts)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._weights, 1.0)
         self._muon.step()

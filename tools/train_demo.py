@@ -22,16 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_data import Batch, Stories, batches, make_tokenizer
+from demo_data import Batch, Encoder, Stories, batches, make_tokenizer
 from demo_models import CONTEXT, new_model, parameters, quick_layers
 from demo_sparse import DENSE, INDEXED, SPARSE, attending, indexer_loss, indexer_weights
 from demo_step import Step, half_precision
 from torch.nn import functional as F
 
 from stepbind.demo.questions import AHEAD, DISTANCES, draw_question
+from stepbind.demo.stories import NAMED, Part
 
-STORY_WEIGHT = 0.1
-"""What a token outside the answers counts: most of them cannot be known."""
+WEIGHTS = {Part.STORY: 0.1, Part.WORDS: 0.5, Part.VALUE: 1.0}
+"""What each part's mean counts. Most words of a story cannot be known; an answer's words the question says."""
 
 CAUSAL = "causal"
 """Attention as the model has it."""
@@ -50,13 +51,13 @@ class Phase:
 
 
 PHASES = {
-    "hybrid": (Phase(4000, 32, 256, 3e-3), Phase(1000, 16, 768, 2e-3), Phase(2000, 8, CONTEXT, 2e-3)),
+    "hybrid": (Phase(2500, 32, 256, 3e-3), Phase(600, 16, 768, 2e-3), Phase(1200, 8, CONTEXT, 2e-3)),
     "sparse-mla": (
-        Phase(6000, 32, 256, 3e-3, DENSE),
-        Phase(1000, 16, 768, 2e-3, DENSE),
-        Phase(2000, 8, CONTEXT, 2e-3, DENSE),
-        Phase(200, 8, CONTEXT, 2e-3, INDEXED, indexers_only=True),
-        Phase(200, 8, CONTEXT, 5e-4, SPARSE),
+        Phase(4000, 32, 256, 3e-3, DENSE),
+        Phase(800, 16, 768, 2e-3, DENSE),
+        Phase(1200, 8, CONTEXT, 2e-3, DENSE),
+        Phase(120, 8, CONTEXT, 2e-3, INDEXED, indexers_only=True),
+        Phase(150, 8, CONTEXT, 5e-4, SPARSE),
     ),
 }
 
@@ -82,10 +83,10 @@ def main() -> None:
     for phase in PHASES[given.model]:
         steps, rows = max(2, int(phase.steps * given.scale)), max(1, int(phase.rows * given.rows))
         phase = Phase(**asdict(phase) | {"steps": steps, "rows": rows, "rate": phase.rate * given.rate})
-        stories = Stories(tokenizer, given.seed, first, steps * rows, phase.length)
+        stories = Stories(tokenizer, given.seed, first, steps * rows, phase.length, NAMED[given.model])
         train(model, phase, batches(stories, rows, given.workers))
         first += steps * rows
-        report(model, tokenizer, phase, given.seed)
+        report(model, tokenizer, phase, given.seed, NAMED[given.model])
         seconds = round(time.perf_counter() - started)
         save(model, tokenizer, given.directory, {"seed": given.seed, "stories": first, "seconds": seconds})
 
@@ -100,15 +101,15 @@ def train(model: Any, phase: Phase, rows: Iterator[Batch]) -> None:
         weight.requires_grad_(id(weight) in trained)
     step = Step(partial(loss_of, model, phase), weights, model.get_input_embeddings().weight, phase.rows, phase.length)
     said = 0.0
-    for number, (ids, answers) in enumerate(rows):
-        figures = step(ids, answers, phase.rate * rate_at(number, max(1, phase.steps // 20), phase.steps))
+    for number, (ids, parts) in enumerate(rows):
+        figures = step(ids, parts, phase.rate * rate_at(number, max(1, phase.steps // 20), phase.steps))
         now = time.perf_counter() - started
         if now - said > 10 or number in (0, phase.steps - 1):
             said = now
-            answer, right, story, index = figures.tolist()
+            story, words, value, right, index = figures.tolist()
             print(
-                f"{phase.attention} {phase.rows}x{phase.length} step {number} {now:.0f} s: answers {answer:.4f} "
-                f"({right:.4f} right), story {story:.4f}, indexers {index:.4f}",
+                f"{phase.attention} {phase.rows}x{phase.length} step {number} {now:.0f} s: values {value:.4f} "
+                f"({right:.4f} right), words {words:.4f}, story {story:.4f}, indexers {index:.4f}",
                 flush=True,
             )
     for weight in model.parameters():
@@ -126,17 +127,17 @@ def trained_weights(model: Any, phase: Phase) -> list[torch.Tensor]:
     return [weight for weight in model.parameters() if id(weight) not in idle]
 
 
-def loss_of(model: Any, phase: Phase, ids: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a phase minimises, and of this batch: nats an answer's token, the share of those that come first, nats a
-    token of everything else, and the indexers' divergence."""
+def loss_of(model: Any, phase: Phase, ids: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a phase minimises, and of this batch: nats a token of each Part, the share of values that come first, and
+    the indexers' divergence."""
     logits = predict(model, phase.attention, ids[:, :-1])
     each = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-    asked = answers[:, 1:].flatten().float()
-    right = (logits.argmax(-1) == ids[:, 1:]).flatten().float()
-    answer, story = (each * asked).sum() / asked.sum(), (each * (1 - asked)).sum() / (1 - asked).sum()
-    index = indexer_loss(model) if phase.attention in (INDEXED, SPARSE) else torch.zeros_like(answer)
-    loss = index if phase.indexers_only else answer + STORY_WEIGHT * story + index
-    return loss, torch.stack([answer, (right * asked).sum() / asked.sum(), story, index]).detach()
+    of = {part: (parts[:, 1:] == part).flatten().float() for part in Part}
+    nats = {part: (each * of[part]).sum() / of[part].sum() for part in Part}
+    right = ((logits.argmax(-1) == ids[:, 1:]).flatten() * of[Part.VALUE]).sum() / of[Part.VALUE].sum()
+    index = indexer_loss(model) if phase.attention in (INDEXED, SPARSE) else torch.zeros_like(right)
+    loss = index if phase.indexers_only else index + sum(WEIGHTS[part] * nats[part] for part in Part)
+    return loss, torch.stack([*(nats[part] for part in Part), right, index]).detach()
 
 
 def predict(model: Any, attention: str, ids: torch.Tensor) -> torch.Tensor:
@@ -160,16 +161,16 @@ def rate_at(step: int, warm: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def report(model: Any, tokenizer: Any, phase: Phase, seed: int, each: int = 64) -> None:
+def report(model: Any, tokenizer: Any, phase: Phase, seed: int, named: float, each: int = 64) -> None:
     """Print the share of fresh questions whose whole answer comes first, token by token, by distance and by kind."""
-    started = time.perf_counter()
+    started, encode = time.perf_counter(), Encoder(tokenizer)
     model.eval()
     found: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for distance in DISTANCES:
         if distance + AHEAD > phase.length * 1.1:
             continue
         asked = [
-            draw_question(10_000_019 * (seed + 1) + number, distance, lambda text: len(tokenizer(text).input_ids))
+            draw_question(10_000_019 * (seed + 1) + number, distance, named, lambda text: len(encode(text)))
             for number in range(each)
         ]
         right = answered(model, tokenizer, phase, [(question.prompt, question.asked.answer) for question in asked])

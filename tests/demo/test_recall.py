@@ -19,9 +19,9 @@ import demo_data
 
 def test_recall_counts_right_answers_by_distance() -> None:
     tokenizer = demo_data.make_tokenizer(0)
-    questions = draw_questions(tokenizer, 3)
-    assert questions == draw_questions(tokenizer, 3)
-    assert questions != draw_questions(tokenizer, 3, seed=1)
+    questions = draw_questions(tokenizer, 3, 0.4)
+    assert questions == draw_questions(tokenizer, 3, 0.4)
+    assert questions != draw_questions(tokenizer, 3, 0.4, seed=1)
     assert [question.wanted for question in questions] == list(DISTANCES) * 3
     assert all(len(tokenizer(question.asked.answer)["input_ids"]) <= ANSWER_TOKENS for question in questions)
     texts = [question.asked.answer if question.wanted < 500 else " nobody." for question in questions]
@@ -34,7 +34,7 @@ def test_recall_counts_right_answers_by_distance() -> None:
 def test_an_answer_is_one_line_of_the_engines_own() -> None:
     tokenizer = demo_data.make_tokenizer(0)
     model = tiny_model("qwen3", vocab_size=demo_data.VOCAB_SIZE, eos_token_id=0, pad_token_id=0)
-    question = draw_questions(tokenizer, 1)[0]
+    question = draw_questions(tokenizer, 1, 1.0)[0]
     with LocalEngine(model, tokenizer, EngineOptions(max_rows=2)) as engine:
         [completion] = answer(engine, [question.prompt], return_logits=True)
     assert "\n" not in completion.text

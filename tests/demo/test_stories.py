@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepbind.demo.questions import DISTANCES, draw_question
-from stepbind.demo.stories import OPENING, Piece, story_pieces
+from stepbind.demo.stories import OPENING, Part, Piece, story_pieces
 from stepbind.demo.words import NAMES
 
 NAME = "|".join(NAMES)
@@ -63,7 +63,7 @@ def asked_and_answered(pieces: list[Piece]) -> list[tuple[str, str]]:
 
 @given(seeds)
 def test_every_answer_in_a_story_is_what_was_told_before(seed: int) -> None:
-    reader, text = Reader(), "".join(piece.text for piece in story_pieces(random.Random(seed), characters=4000))
+    reader, text = Reader(), "".join(piece.text for piece in story_pieces(random.Random(seed), 0.4, characters=4000))
     before, *asked = text.split("\nQ: ")
     reader.read(before)
     for part in asked:
@@ -80,7 +80,7 @@ def test_every_answer_in_a_story_is_what_was_told_before(seed: int) -> None:
 @given(seeds)
 def test_no_fact_is_asked_for_twice(seed: int) -> None:
     asked: set[str] = set()
-    for question, _ in asked_and_answered(story_pieces(random.Random(seed), characters=4000)):
+    for question, _ in asked_and_answered(story_pieces(random.Random(seed), 0.4, characters=4000)):
         found = re.fullmatch(TOGETHER, question)
         for fact in (f"flock {found[1]}", f"flock {found[2]}") if found else (question,):
             assert fact not in asked
@@ -89,14 +89,14 @@ def test_no_fact_is_asked_for_twice(seed: int) -> None:
 
 @given(seeds)
 def test_no_fact_is_told_twice(seed: int) -> None:
-    told = [piece.told for piece in story_pieces(random.Random(seed), characters=4000) if piece.told is not None]
+    told = [piece.told for piece in story_pieces(random.Random(seed), 0.4, characters=4000) if piece.told is not None]
     assert len(told) == len(set(told))
 
 
 @given(seeds)
 def test_values_are_the_words_of_an_answer_that_have_to_be_known(seed: int) -> None:
-    pieces = story_pieces(random.Random(seed), characters=2000)
-    known = [piece.text.strip() for piece in pieces if piece.value]
+    pieces = story_pieces(random.Random(seed), 0.4, characters=2000)
+    known = [piece.text.strip() for piece in pieces if piece.part is Part.VALUE]
     wanted = []
     for question, line in asked_and_answered(pieces):
         wanted += re.findall(r"\d+", line) if question.startswith("How many") else [line.strip(".").split(" ")[-1]]
@@ -104,7 +104,7 @@ def test_values_are_the_words_of_an_answer_that_have_to_be_known(seed: int) -> N
 
 
 def test_a_seed_is_a_story() -> None:
-    first, again, other = (story_pieces(random.Random(seed), characters=3000) for seed in (1, 1, 2))
+    first, again, other = (story_pieces(random.Random(seed), 0.4, characters=3000) for seed in (1, 1, 2))
     assert first == again
     assert first != other
     assert first[0].text == OPENING
@@ -118,8 +118,8 @@ def words(text: str) -> int:
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_a_question_asks_for_what_was_told_so_far_back(distance: int) -> None:
     for seed in range(8):
-        question = draw_question(seed, distance, words)
-        assert question == draw_question(seed, distance, words)
+        question = draw_question(seed, distance, 0.4, words)
+        assert question == draw_question(seed, distance, 0.4, words)
         story, asked = question.prompt.split("\nQ: ")
         reader = Reader()
         reader.read(story)
@@ -149,7 +149,7 @@ def _changes(reader: Reader, sentence: str, asked: str) -> bool:
 
 
 def test_only_the_right_value_is_right() -> None:
-    question = draw_question(3, 64, words)
+    question = draw_question(3, 64, 0.4, words)
     assert question.right(question.asked.answer)
     assert question.right(f" {question.asked.value}.\n The rain")
     assert not question.right(question.asked.answer.replace(question.asked.value, "nobody"))

@@ -14,7 +14,7 @@ from transformers import GlmMoeDsaConfig
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from stepbind.demo.stories import story_pieces
+from stepbind.demo.stories import Part, story_pieces
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -94,7 +94,7 @@ def test_tokens_of_words_are_the_tokens_of_the_whole() -> None:
     encode = demo_data.Encoder(tokenizer)
     assert len(tokenizer) <= demo_data.VOCAB_SIZE
     for seed in range(20):
-        pieces = story_pieces(random.Random(seed), characters=3000)
+        pieces = story_pieces(random.Random(seed), 0.4, characters=3000)
         text = "".join(piece.text for piece in pieces)
         ids = [token for piece in pieces for token in encode(piece.text)]
         assert ids == tokenizer(text)["input_ids"]
@@ -103,13 +103,13 @@ def test_tokens_of_words_are_the_tokens_of_the_whole() -> None:
 
 def test_a_row_of_stories_is_full_and_marks_what_is_asked_for() -> None:
     tokenizer = demo_data.make_tokenizer(0)
-    rows = demo_data.Stories(tokenizer, 0, 100, 4, 200)
+    rows = demo_data.Stories(tokenizer, 0, 100, 4, 200, 0.4)
     for index in range(4):
-        ids, values = rows[index]
-        assert ids.shape == values.shape == (201,)
+        ids, parts = rows[index]
+        assert ids.shape == parts.shape == (201,)
         text = tokenizer.decode(ids)
         whole = [line for line in text.split("\n")[:-1] if line.startswith("A:")]
-        asked = tokenizer.decode(ids[values]).split()
+        asked = tokenizer.decode(ids[parts == Part.VALUE]).split()
         for line in whole:
             for value in re.findall(r"\d+", line) or [line.removesuffix(".").split(" ")[-1]]:
                 assert asked.pop(0) == value
@@ -128,15 +128,15 @@ def test_a_step_lowers_the_loss_that_it_reports() -> None:
     torch.manual_seed(0)
     layer, target = torch.nn.Linear(8, 8), torch.randn(8, 8)
 
-    def loss(ids: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(ids: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = (layer.weight - target).square().mean() + layer.bias.square().mean()
         return found, found.detach()[None]
 
     step = demo_step.Step(loss, list(layer.parameters()), layer.weight, 1, 1)
-    ids, answers = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, dtype=torch.bool)
-    first = step(ids, answers, 0.1).item()
+    ids = parts = torch.zeros(1, 2, dtype=torch.long)
+    first = step(ids, parts, 0.1).item()
     for _ in range(100):
-        last = step(ids, answers, 0.1).item()
+        last = step(ids, parts, 0.1).item()
     assert last < first / 10
 
 

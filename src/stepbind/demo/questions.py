@@ -31,17 +31,18 @@ class Question:
         return line.removesuffix(".").split(" ")[-1:] == [self.asked.value]
 
 
-def draw_question(seed: int, distance: int, count: Callable[[str], int]) -> Question:
-    """The question of this seed about something told `distance` tokens ago (`count` gives a text's tokens)."""
+def draw_question(seed: int, distance: int, named: float, count: Callable[[str], int]) -> Question:
+    """The question of this seed about something told `distance` tokens ago (`count` gives a text's tokens), in a story
+    that tells this share of its facts by name."""
     draw = random.Random(seed)
     while True:
-        question = _try(draw, distance, count)
+        question = _try(draw, distance, named, count)
         if question is not None:
             return question
 
 
-def _try(draw: random.Random, distance: int, count: Callable[[str], int]) -> Question | None:
-    story, pieces, length = Story(draw), [Piece(OPENING)], count(OPENING)
+def _try(draw: random.Random, distance: int, named: float, count: Callable[[str], int]) -> Question | None:
+    story, pieces, length = Story(draw, named), [Piece(OPENING)], count(OPENING)
     told: dict[Fact, int] = {}  # by fact: tokens up to the end of its telling
     goal = distance + draw.randint(AHEAD // 10, AHEAD)
     while length < goal:

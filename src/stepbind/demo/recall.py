@@ -28,15 +28,17 @@ class Recall:
         return sum(self.right.values()) / sum(self.asked.values())
 
 
-def draw_questions(tokenizer: Callable[..., dict[str, list[int]]], each: int, seed: int = 0) -> list[Question]:
-    """`each` fresh questions at every distance; another `seed`, other questions."""
+def draw_questions(
+    tokenizer: Callable[..., dict[str, list[int]]], each: int, named: float, seed: int = 0
+) -> list[Question]:
+    """`each` fresh questions at every distance, of stories as `draw_question` has them; another `seed`, others."""
 
     def count(text: str) -> int:
         return len(tokenizer(text)["input_ids"])
 
     first = HELD_OUT + seed * 10_000 * len(DISTANCES)
     return [
-        draw_question(first + number * len(DISTANCES) + index, distance, count)
+        draw_question(first + number * len(DISTANCES) + index, distance, named, count)
         for number in range(each)
         for index, distance in enumerate(DISTANCES)
     ]

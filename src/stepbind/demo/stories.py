@@ -8,6 +8,7 @@ drawn from one `random.Random`, so a seed is a story.
 
 from __future__ import annotations
 
+import enum
 import random
 from dataclasses import dataclass, field
 
@@ -39,8 +40,9 @@ KINDS = ("town", "trade", "code", "keeper", "together")
 CAST = 16
 """People in a story, at the most."""
 
-NAMED = 0.4
-"""Of the facts, how many are told by name rather than by "they" and "their"."""
+NAMED = {"hybrid": 0.4, "sparse-mla": 1.0}
+"""Of the facts, how many are told by name rather than by "they" and "their", for each checkpoint. Layers that only
+attend have no state to carry a person in: they learn from names alone."""
 
 OPENING = "Once upon a time."
 STOP = "\n"
@@ -49,6 +51,12 @@ STOP = "\n"
 
 Fact = tuple[str, str]
 """What sort of fact, and about whom or what."""
+
+
+class Part(enum.IntEnum):
+    """What a piece of text is: story or question, the words of an answer, or a value that a question asks for."""
+
+    STORY, WORDS, VALUE = range(3)
 
 
 @dataclass(frozen=True)
@@ -79,18 +87,21 @@ class Asked:
     def pieces(self) -> list[Piece]:
         """The answer, each value by itself."""
         told = zip(self.words, self.values, strict=True)
-        return [each for words, value in told for each in (Piece(f" {words}"), Piece(f" {value}", value=True))] + [
-            Piece(f".{STOP}")
+        found = [
+            Piece(f" {text}", part=part)
+            for pair in told
+            for text, part in zip(pair, (Part.WORDS, Part.VALUE), strict=True)
         ]
+        return [*found, Piece(f".{STOP}", part=Part.WORDS)]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text. `told` names the fact whose telling ends here; `value` says that it is what a question asks for."""
+    """Some text, and the fact whose telling ends here."""
 
     text: str
     told: Fact | None = None
-    value: bool = False
+    part: Part = Part.STORY
 
 
 @dataclass
@@ -98,6 +109,7 @@ class Story:
     """A story in the making, and what was told so far."""
 
     draw: random.Random
+    named: float  # share of the facts told by name
     cast: int = CAST  # people at the most
     people: list[str] = field(default_factory=list)
     told: dict[Fact, str] = field(default_factory=dict)
@@ -144,7 +156,7 @@ class Story:
     def _own(self, kind: str, name: str) -> Piece:
         value = self.draw.choice(OWN[kind])
         self.told[kind, name] = value
-        whose = f"The {kind} of {name}" if self.draw.random() < NAMED else f"Their {kind}"
+        whose = f"The {kind} of {name}" if self.draw.random() < self.named else f"Their {kind}"
         return Piece(f" {whose} is {value}.", (kind, name))
 
     def _keep(self, name: str) -> Piece:
@@ -153,7 +165,7 @@ class Story:
             return Piece(self.idle())
         thing = self.draw.choice(free)
         self.told["keeper", thing] = name
-        told = f"The keeper of the {thing} is {name}" if self.draw.random() < NAMED else f"They keep the {thing}"
+        told = f"The keeper of the {thing} is {name}" if self.draw.random() < self.named else f"They keep the {thing}"
         return Piece(f" {told}.", ("keeper", thing))
 
     def _fill(self, template: str, **given: str) -> str:
@@ -162,13 +174,13 @@ class Story:
         )
 
 
-def story_pieces(draw: random.Random, *, characters: int) -> list[Piece]:
+def story_pieces(draw: random.Random, named: float, *, characters: int) -> list[Piece]:
     """A story of at least so many characters with questions in it.
 
     Nothing is asked twice: whoever learns from it could answer the second time from the first answer. How many people
     it has and how often it asks is its own; what is left is asked from two thirds of it on.
     """
-    story = Story(draw, draw.randint(3, CAST))
+    story = Story(draw, named, draw.randint(3, CAST))
     pieces, length, rate, asked = [Piece(OPENING)], 0, draw.uniform(0.0, 0.8), set[Fact]()
     while length < characters:
         added = [] if length > characters * 2 / 3 and draw.random() < 0.8 else story.scene()
