@@ -93,6 +93,8 @@ def new_model(name: str, seed: int, device: str) -> Any:
         elif isinstance(module, GlmMoeDsaAttention):
             look_for_alike_latents(module)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING)
+    if name == "sparse-mla":
+        look_nearby(model)
     model.config._experts_implementation = EVERY_EXPERT
     return model.to(device)
 
@@ -142,6 +144,32 @@ def look_for_alike_latents(layer: Any) -> None:
     queries = layer.q_b_proj.weight.data.unflatten(0, (layer.num_heads, -1))[:, :nope]
     queries.zero_()
     queries[:, :, :rank] = keys
+
+
+COMMON, NEARBY, SPARE = 0.3, 2.8, -1
+"""What all embeddings start with in their first number; how large the rotated parts are that it makes; the latent
+number of queries that it goes through."""
+WINDOW = slice(2, 10)
+"""Rotated numbers in use, in pairs: they turn by 0.56, 0.32, 0.18 and 0.1 a token."""
+
+
+def look_nearby(model: Any) -> None:
+    """The first layer starts by attending to the last four tokens or so, whatever they are.
+
+    Then a fact's value stands there together with whose it is, as behind the convolution of Gated DeltaNet, and
+    further layers have something alike to look for. Queries and keys get the same rotated part at every position, whose
+    product falls with the distance.
+    """
+    layer, embedding = model.model.layers[0].self_attn, model.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding[:, 0] = COMMON
+        normed = COMMON / (EMBEDDING**2 + COMMON**2 / embedding.shape[1]) ** 0.5
+        rotated = layer.kv_a_proj_with_mqa.weight[layer.kv_lora_rank :]
+        rotated[WINDOW.start : WINDOW.stop : 2, 0] = NEARBY / normed
+        layer.q_a_proj.weight[SPARE] = 0.0
+        layer.q_a_proj.weight[SPARE, 0] = 3.0 / normed  # the latent's norm leaves nearly all of it, as sqrt(rank)
+        queries = layer.q_b_proj.weight.unflatten(0, (layer.num_heads, -1))[:, layer.qk_nope_head_dim :]
+        queries[:, WINDOW.start : WINDOW.stop : 2, SPARE] = NEARBY / layer.q_lora_rank**0.5
 
 
 EVERY_EXPERT = "demo_every_expert"
