@@ -61,16 +61,12 @@ def token_step_in_parts() -> None:
     delta_decode.ENABLED = False
 
 
-def attention_one_tile_ahead() -> None:
-    triton_attention.STAGES = 3
-
-
 def without_all() -> None:
     all_start_late()
     library_products()
     one_launch_a_weight()
     token_step_in_parts()
-    attention_one_tile_ahead()
+    triton_attention.STAGES = 3  # one tile under way
 
 
 VARIANTS: dict[str, Callable[[], None]] = {
@@ -79,7 +75,6 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "weights of tiles not asked for early": nothing_asked_for_early,
     "the library's products": library_products,
     "DeltaNet token step in parts": token_step_in_parts,
-    "attention with one tile under way": attention_one_tile_ahead,
     "without all of these": without_all,
 }
 """What can be left out, to see what it gives."""
