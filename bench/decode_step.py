@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from stepbind import EngineOptions, LocalEngine, SamplingParams
 from stepbind.hosts.local import graphs
-from stepbind.ops import delta_decode, fla_gated_delta, linear, triton_attention, triton_pdl
+from stepbind.ops import delta_decode, fla_gated_delta, linear, triton_attention, triton_linear, triton_pdl
 
 CONTEXT, STEPS, SETTLE = 512, 128, 8
 BLOCK = 64
@@ -49,30 +49,39 @@ def library_products() -> None:
     linear.ENABLED = False
 
 
+def one_launch_a_weight() -> None:
+    graphs.JOINED_PRODUCTS = False
+
+
+def nothing_asked_for_early() -> None:
+    triton_linear.STEPS_ASKED_FOR = 0
+
+
 def token_step_in_parts() -> None:
     delta_decode.ENABLED = False
-
-
-def attention_one_tile_ahead() -> None:
-    triton_attention.STAGES = 3
 
 
 def without_all() -> None:
     all_start_late()
     library_products()
+    one_launch_a_weight()
     token_step_in_parts()
-    attention_one_tile_ahead()
+    triton_attention.STAGES = 3  # one tile under way
 
 
 VARIANTS: dict[str, Callable[[], None]] = {
     "compiled layers start late": layers_start_late,
+    "one launch for each weight": one_launch_a_weight,
+    "weights of tiles not asked for early": nothing_asked_for_early,
     "the library's products": library_products,
     "DeltaNet token step in parts": token_step_in_parts,
-    "attention with one tile under way": attention_one_tile_ahead,
     "without all of these": without_all,
 }
 """What can be left out, to see what it gives."""
-VARIANTS_OF = {1: ("compiled layers start late", "without all of these"), 32: tuple(VARIANTS)}
+VARIANTS_OF = {
+    1: ("compiled layers start late", "one launch for each weight", "without all of these"),
+    32: tuple(VARIANTS),
+}
 MEASURING = 45
 """Seconds that are kept for measuring, of those given."""
 

@@ -295,18 +295,21 @@ def check_delta_decode(seed: int, shape: Shape, device: str, *, state_dtype: tor
 
 
 def check_few_rows_linear(
-    seed: int, rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: str
+    seed: int, rows: int, widths: tuple[int, ...], in_features: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Few rows times a weight, twice on the same counters, which it leaves at zero."""
-    assert triton_linear.serves(rows, out_features, in_features)
+    """Few rows times weights in one launch, twice on the same counters, which it leaves at zero: the exact products,
+    and the numbers that each weight's own launch gives."""
+    assert triton_linear.serves_together(rows, widths, in_features)
     torch.manual_seed(seed)
-    weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype).to(device)
-    bias = normal(out_features, dtype=dtype).to(device) if seed % 2 else None
+    weights = tuple((torch.randn(width, in_features) / in_features**0.5).to(dtype).to(device) for width in widths)
+    biases = tuple(normal(width, dtype=dtype).to(device) if (seed + width) % 2 else None for width in widths)
     arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
     for _ in range(2):
-        x = normal(1, rows, in_features, dtype=dtype).to(device)
-        out = triton_linear.few_rows_linear(x, weight, bias, arrived)
-        want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-        assert out.shape == want.shape
-        assert_close(out, want, dtype)
+        x = normal(rows, 1, in_features, dtype=dtype).to(device).transpose(0, 1)
+        outs = triton_linear.few_rows_linear(x, weights, biases, arrived)
+        for out, weight, bias in zip(outs, weights, biases, strict=True):
+            want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+            assert out.shape == want.shape
+            assert_close(out, want, dtype)
+            assert torch.equal(out, triton_linear.few_rows_linear(x, (weight,), (bias,), arrived)[0])
         assert not arrived.any()

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import rms_norm, silu
 
 from stepbind.ops import triton_pdl
-from stepbind.ops.linear import ARRIVALS, few_rows_linear
+from stepbind.ops.linear import ARRIVALS, few_rows_linear, joined_linear
 
 WIDTH, LAYERS = 2048, 6
 
@@ -18,8 +18,8 @@ def chain(x: torch.Tensor, weights: list[torch.Tensor], arrived: torch.Tensor) -
     """Products with norms and gates between them, as layers have; a gate reads a result that is two kernels old."""
     for gate, up, down in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
         normed = rms_norm(x, (WIDTH,))
-        inner = silu(few_rows_linear(normed, gate, None, arrived)) * few_rows_linear(normed, up, None, arrived)
-        x = x + few_rows_linear(inner, down, None, arrived)
+        gated, raised = joined_linear(normed, [gate, up], [None, None], arrived)
+        x = x + few_rows_linear(silu(gated) * raised, down, None, arrived)
     return x
 
 

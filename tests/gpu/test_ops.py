@@ -67,13 +67,22 @@ def test_chunked_prefill_equals_the_reference(seed: int) -> None:
     check_gated_delta(seed, Phase.PREFILL, shape, "cuda", rule=fla_gated_delta.chunked_gated_delta)
 
 
-WEIGHTS = ((8192, 2048), (2048, 2048), (2048, 4096), (2048, 6144), (6144, 2048), (32, 2048), (100, 64), (7, 272))
+WEIGHTS = (
+    (2048, (8192, 32)),
+    (2048, (8192, 512, 512)),
+    (2048, (6144, 6144)),
+    (2048, (2048,)),
+    (4096, (2048,)),
+    (6144, (2048,)),
+    (384, (100, 1, 7)),
+)
 
 
-@pytest.mark.parametrize("shape", WEIGHTS)
+@pytest.mark.parametrize("shapes", WEIGHTS)
 @pytest.mark.parametrize("rows", [1, 4, 5, 29])
-def test_few_rows_times_a_weight_equal_the_exact_product(rows: int, shape: tuple[int, int]) -> None:
-    check_few_rows_linear(rows, rows, *shape, torch.bfloat16 if rows != 4 else torch.float16, "cuda")
+def test_few_rows_times_weights_equal_the_exact_products(rows: int, shapes: tuple[int, tuple[int, ...]]) -> None:
+    dtype = torch.bfloat16 if rows != 4 else torch.float16
+    check_few_rows_linear(rows, rows, shapes[1], shapes[0], dtype, "cuda")
 
 
 steps_of_a_layer = st.sampled_from((Shape(), Shape(key_heads=4, value_heads=4, key_dim=128, value_dim=128, width=3)))

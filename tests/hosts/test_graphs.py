@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from stepbind import EngineOptions, LocalEngine, SamplingParams
+from stepbind.hosts.local import graphs
 from stepbind.hosts.local.graphs import DecodeGraphs, Graph, inductor_options
+from stepbind.ops import linear
+from stepbind.ops.join_linear import JoinLinear
 from stepbind.plan import Arena
-from stepbind.tiny import TINY
+from stepbind.tiny import TINY, tiny_model
 from tests.hosts.reference import expected, model_of
 
 ROWS, NEW_TOKENS = 13, 36
@@ -151,3 +154,12 @@ def test_layers_with_experts_do_not_start_early() -> None:
     assert inductor_options(model_of("qwen3_5"), 8) == {"triton.enable_pdl": True}
     assert inductor_options(model_of("qwen3_5_moe"), 8) == {}
     assert inductor_options(model_of("qwen3_5_moe"), 1) == {"coordinate_descent_tuning": True}
+
+
+def test_products_of_one_input_are_joined_where_they_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "fits", lambda device: True)
+    model = tiny_model("qwen3_5").bfloat16()
+    assert isinstance(inductor_options(model, 32)["post_grad_custom_pre_pass"], JoinLinear)
+    assert inductor_options(model, 33) == {"triton.enable_pdl": True}
+    monkeypatch.setattr(graphs, "JOINED_PRODUCTS", False)
+    assert inductor_options(model, 32) == {"triton.enable_pdl": True}

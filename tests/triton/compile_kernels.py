@@ -61,7 +61,7 @@ class Launch:
 
     def source(self) -> ASTSource:
         """The kernel with its arguments' types, and what Triton notes of them: 1, and multiples of 16."""
-        signature: dict[str, str] = {}
+        signature: dict[str, Any] = {}
         constants: dict[Any, Any] = {}
         attributes: dict[Any, Any] = {}
         for index, (parameter, value) in enumerate(zip(self.kernel.params, self.arguments, strict=True)):
@@ -72,6 +72,9 @@ class Launch:
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = "*" + TYPES[value.dtype]
                 attributes[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, tuple):  # of tensors
+                signature[parameter.name] = tuple("*" + TYPES[each.dtype] for each in value)
+                attributes |= {(index, part): [["tt.divisibility", 16]] for part in range(len(value))}
             elif isinstance(value, float):
                 signature[parameter.name] = "fp32"
             else:
@@ -172,10 +175,20 @@ def run_latent_ops(dtype: torch.dtype, phase: Phase, rows: int, query: int, cont
 
 
 def run_products(dtype: torch.dtype, rows: int) -> None:
-    """The products of such a model's decode pass that are ours, by the shape of their weights."""
-    for out_features, in_features in ((8192, 2048), (32, 2048), (2048, 2048), (2048, 4096), (2048, 6144)):
-        x, weight = (torch.empty(n, in_features, dtype=dtype) for n in (rows, out_features))
-        triton_linear.few_rows_linear(x, weight, None, torch.zeros(1, dtype=torch.int32))
+    """The products of such a model's decode pass that are ours, by the shapes of the weights that share an input."""
+    arrived = torch.zeros(1, dtype=torch.int32)
+    for in_features, *widths in (
+        (2048, 8192, 32),
+        (2048, 8192, 512, 512),
+        (2048, 6144, 6144),
+        (2048, 2048),
+        (4096, 2048),
+        (6144, 2048),
+    ):
+        x, *weights = (torch.empty(n, in_features, dtype=dtype) for n in (rows, *widths))
+        bias = torch.empty(widths[-1], dtype=dtype) if len(widths) == 3 else None
+        biases = (*[None] * (len(widths) - 1), bias)
+        triton_linear.few_rows_linear(x, tuple(weights), biases, arrived)
 
 
 def main(target: str) -> None:
@@ -184,7 +197,7 @@ def main(target: str) -> None:
     is_nvidia = TARGETS[target].backend == "cuda"
     triton_pdl.launches_early = lambda device: is_nvidia
     if not is_nvidia:
-        triton_linear.STAGES = 2
+        triton_linear.STAGES = triton_linear.STAGES_OF_TWO = 2
 
     def work() -> None:
         for rows in (1, 4, 8, 32):

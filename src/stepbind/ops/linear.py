@@ -36,13 +36,35 @@ def few_rows_linear(
         from stepbind.ops import triton_linear
 
         if triton_linear.serves(x.numel() // x.shape[-1], weight.shape[0], weight.shape[1]):
-            return triton_linear.few_rows_linear(x, weight, bias, arrived)
+            return triton_linear.few_rows_linear(x, (weight,), (bias,), arrived)[0]
     return linear(x, weight, bias)
 
 
 @few_rows_linear.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@library.custom_op("stepbind::joined_linear", mutates_args=())
+def joined_linear(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], arrived: torch.Tensor
+) -> list[torch.Tensor]:
+    """`few_rows_linear` of x [..., K] with each weight [N, K] and its bias [N]: the same numbers, each result a tensor
+    of its own, in one launch where the kernels serve all of them together."""
+    if x.is_cuda:
+        from stepbind.ops import triton_linear
+
+        rows, widths = x.numel() // x.shape[-1], tuple(weight.shape[0] for weight in weights)
+        if triton_linear.serves_together(rows, widths, x.shape[-1]):
+            return list(triton_linear.few_rows_linear(x, tuple(weights), tuple(biases), arrived))
+    return [few_rows_linear(x, weight, bias, arrived) for weight, bias in zip(weights, biases, strict=True)]
+
+
+@joined_linear.register_fake
+def _(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], arrived: torch.Tensor
+) -> list[torch.Tensor]:
+    return [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
 
 
 def serves_model(model: Any, rows: int) -> bool:

@@ -44,3 +44,11 @@ def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def ask_for(pointers):
+    """Have the cache lines at pointers brought into the GPU's cache, without waiting for them. For weights alone, and
+    for NVIDIA."""
+    code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(code, "=r,l", [pointers], tl.int32, is_pure=False, pack=1)

@@ -21,6 +21,7 @@ from stepbind.bind import bind
 from stepbind.caches import Caches
 from stepbind.hosts.local.rows import DecodeRows
 from stepbind.models.experts import capturable_experts, has_experts
+from stepbind.ops.join_linear import JoinLinear
 from stepbind.ops.linear import ARRIVALS, few_rows_linears, serves_model
 from stepbind.plan import Arena, build_plan
 from stepbind.step import Lengths, Phase, Step, make_step
@@ -29,6 +30,8 @@ EARLY_LAYERS = True
 """Whether the kernels that torch.compile makes start before their predecessor has ended, as `ops.triton_pdl` has it.
 torch does so on NVIDIA GPUs since Hopper alone. Never with experts: a kernel of torch's that reads nothing does not
 wait, and routers have such kernels (zeros to scatter into), so that a third one could start too early."""
+JOINED_PRODUCTS = True
+"""Whether products of one input that torch.compile finds in a layer share a launch; False to compare."""
 WARMUPS = 2
 """Passes before a capture: kernels are compiled and libraries set up in them, which a capture cannot."""
 
@@ -151,10 +154,14 @@ class DecodeGraphs:
                     layer._compiled_call_impl = None  # what `compile` sets; there is no call that undoes it
 
 
-def inductor_options(model: Any, rows: int) -> dict[str, bool]:
-    """How torch.compile treats the layers of a graph of so many rows. Where products are not ours, those of one row
-    become tuned reductions that norms and gates fuse into (9% of a step on an H200, bench/results)."""
-    options = {"triton.enable_pdl": True} if EARLY_LAYERS and not has_experts(model) else {}
-    if rows == 1 and not serves_model(model, rows):
+def inductor_options(model: Any, rows: int) -> dict[str, Any]:
+    """How torch.compile treats the layers of a graph of so many rows. Where products are ours, those of one input
+    share a launch; where they are not, those of one row become tuned reductions that norms and gates fuse into (9% of
+    a step on an H200, bench/results)."""
+    options: dict[str, Any] = {"triton.enable_pdl": True} if EARLY_LAYERS and not has_experts(model) else {}
+    ours = serves_model(model, rows)
+    if ours and JOINED_PRODUCTS:
+        options["post_grad_custom_pre_pass"] = JoinLinear()
+    if rows == 1 and not ours:
         options["coordinate_descent_tuning"] = True
     return options
