@@ -53,10 +53,10 @@ class Phase:
 PHASES = {
     "hybrid": (Phase(2500, 32, 256, 3e-3), Phase(600, 16, 768, 2e-3), Phase(1200, 8, CONTEXT, 2e-3)),
     "sparse-mla": (
-        Phase(4000, 32, 256, 3e-3, DENSE),
+        Phase(5000, 32, 256, 3e-3, DENSE),
         Phase(800, 16, 768, 2e-3, DENSE),
-        Phase(1200, 8, CONTEXT, 2e-3, DENSE),
-        Phase(120, 8, CONTEXT, 2e-3, INDEXED, indexers_only=True),
+        Phase(1500, 8, CONTEXT, 2e-3, DENSE),
+        Phase(150, 8, CONTEXT, 2e-3, INDEXED, indexers_only=True),
         Phase(150, 8, CONTEXT, 5e-4, SPARSE),
     ),
 }

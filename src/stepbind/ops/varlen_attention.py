@@ -18,9 +18,9 @@ from stepbind.caches import KVPages
 from stepbind.plan.plan import Shared, Sizes
 from stepbind.step import INT32_MAX, Phase
 
-FASTER_FROM: dict[int, int] = {}
-"""Head dim -> tokens of a pass's longest row, at least 1, from which torch's varlen attention took less time than ours
-in `bench/gpu_attention.py`. Empty: it was not measured yet, and is never chosen."""
+FASTER_FROM: dict[int, int] = {128: 2048, 256: 512}
+"""Head dim -> tokens of a pass's longest row from which torch's varlen attention took less time than ours on an H200
+(bench/results/2026-12-01-h200-attention.md: two thirds of it). Head dims that were not measured are ours."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
