@@ -16,17 +16,19 @@ from stepbind.targets.atom.metadata import (
     Profile,
 )
 from stepbind.targets.atom.passes import PlanBuffers
-from stepbind.targets.atom.read import AtomPass, numbers
+from stepbind.targets.atom.read import AtomPass
 from stepbind.targets.atom.shared import conv_programs
 from stepbind.targets.atom.tables import to_kernel
-from stepbind.targets.atom.values import highest
+from stepbind.targets.atom.usual import UsualInputs
+
+Host = AtomPass | UsualInputs
 
 
 def gdn_metadata(
-    host: AtomPass, computed: Computed, groups: AtomGroups, api: AtomApi, caches: dict[str, dict[Any, torch.Tensor]]
+    host: Host, computed: Computed, groups: AtomGroups, api: AtomApi, caches: dict[str, dict[Any, torch.Tensor]]
 ) -> Any:
     """`GDNAttentionMetadata`. `caches`: state slots by (group number, is prefill), "write" and "read"."""
-    rows, tokens, device = host.num_rows, computed.num_tokens, computed.block_table.device
+    rows, tokens, device = computed.num_rows, computed.num_tokens, computed.block_table.device
     prefill = host.is_prefill
     programs = batch = offset = None
     start = computed.shared.query_start
@@ -58,7 +60,7 @@ def gdn_metadata(
     return metadata
 
 
-def state_caches(host: AtomPass, computed: Computed) -> dict[str, dict[Any, torch.Tensor]]:
+def state_caches(host: Host, computed: Computed) -> dict[str, dict[Any, torch.Tensor]]:
     """State slots of every group, by (number, is prefill): "write" and "read"."""
     write: dict[Any, torch.Tensor] = {}
     read: dict[Any, torch.Tensor] = {}
@@ -73,7 +75,7 @@ def state_caches(host: AtomPass, computed: Computed) -> dict[str, dict[Any, torc
 
 
 def attention_metadata(
-    host: AtomPass,
+    host: Host,
     computed: Computed,
     groups: AtomGroups,
     profile: Profile,
@@ -83,7 +85,7 @@ def attention_metadata(
 ) -> Any:
     """`AttentionMetaData` with its plugin metadata. `captured`: buffers of a captured pass, None for an eager one."""
     prefill, shared = host.is_prefill, computed.shared
-    rows, tokens = host.num_rows, computed.num_tokens
+    rows, tokens = computed.num_rows, computed.num_tokens
     start = shared.query_start
     phase = AiterFlashAttentionPhaseMetadata(computed.max_query, computed.max_context, start)
     plugin: Any = AiterFlashAttentionMetadataForPluginMode(
@@ -106,7 +108,7 @@ def attention_metadata(
     )
     plugin.rtp_cu_seqlens_q = start
     plugin.is_dummy_warmup = computed.is_dummy
-    plugin.rtp_has_prefix = captured is None and _has_prefix(host)
+    plugin.rtp_has_prefix = computed.has_prefix
     plugin.rtp_groups = computed.groups
     extra: dict[str, Any] = {}
     block_tables = computed.block_table
@@ -146,8 +148,3 @@ def _indexer_table(computed: Computed, groups: AtomGroups, captured: PlanBuffers
     if table.shape[1] >= -(-computed.max_context // groups.kernel_block_size):
         return table
     return to_kernel(table, ratio, captured.table("kernel", table.shape[0], table.shape[1] * ratio, table.device))
-
-
-def _has_prefix(host: AtomPass) -> bool:
-    prefix = numbers(host.prefix_len)
-    return prefix is not None and highest(prefix) > 0

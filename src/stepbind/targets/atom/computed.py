@@ -15,12 +15,14 @@ class Computed(NamedTuple):
     """All that ATOM's metadata is made of. B rows, T tokens.
 
     query_start_host: the host's own offsets, for Gated DeltaNet. seq_lens: [B] int32 context lengths. max_query,
-    max_context, total_context: tokens. has_prior: [B] bool, in a prefill with Gated DeltaNet layers. block_table:
+    max_context, total_context: tokens. has_prior: [B] bool, in a prefill with Gated DeltaNet layers; has_prefix:
+    whether the host says so of any row. block_table:
     [B, C] int32, slot_mapping: [T] int64, both of the first group as the reference has them. state_read, state_write:
     [B] int32, of the first group too.
     """
 
     is_dummy: bool
+    num_rows: int
     num_tokens: int
     shared: SharedValues
     query_start_host: Offsets
@@ -29,6 +31,7 @@ class Computed(NamedTuple):
     max_context: int
     total_context: int
     has_prior: torch.Tensor | None
+    has_prefix: bool
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     groups: tuple[GroupValues, ...]

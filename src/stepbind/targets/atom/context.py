@@ -16,12 +16,13 @@ from stepbind.targets.atom import api as atom
 from stepbind.targets.atom.assemble import attention_metadata, gdn_metadata, state_caches
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups
-from stepbind.targets.atom.kept import Kept, kept_on, update_groups, update_points, update_views
+from stepbind.targets.atom.kept import Kept, kept_groups, kept_on, update_groups, update_points, update_views
 from stepbind.targets.atom.memory import Attached, LayerMaps, collect_layers
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import AtomPass, read
 from stepbind.targets.atom.states import state_slots_of_layer
+from stepbind.targets.atom.usual import UsualInputs, usual_inputs, usual_pass
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,24 @@ class RTPForwardContext:
         Raises `StepError` for what is missing or does not fit together, `BlockFaultError` for missing blocks.
         """
         api = atom.atom_api()
-        host = read(inputs)
         if runtime.kv_cache is None:
             raise StepError("runtime.kv_cache", "none", "an initialized cache")
         if positions is None or positions.numel() == 0:
             raise StepError("positions", "none", "one for each new token")
+        host: AtomPass | UsualInputs
         maps = layer_maps or collect_layers(model, api)
         kept = kept_on(runtime)
         tensors = update_views(kept, runtime, maps, api)
-        groups = update_groups(kept, runtime, maps, host)
-        level = _bound.level_of(runtime)
-        computed, captured = _compute(cls.profile, kept, inputs, host, positions, groups, cg_max_seq_len, strict, level)
+        usual = _usual(cls.profile, kept, runtime, inputs, positions)
+        if usual is not None:
+            (host, groups, computed), captured = usual, False
+        else:
+            host = read(inputs)
+            groups = update_groups(kept, runtime, maps, host)
+            level = _bound.level_of(runtime)
+            computed, captured = _compute(
+                cls.profile, kept, inputs, host, positions, groups, cg_max_seq_len, strict, level
+            )
         caches = state_caches(host, computed)
         gdn = gdn_metadata(host, computed, groups, api, caches) if maps[0] else None
         metadata = attention_metadata(
@@ -130,7 +138,10 @@ class RTPForwardContext:
             state_indices_cache=caches["write"],
             layer_group_map=groups.layer_to_group,
             context=api.context(
-                positions=positions, is_prefill=host.is_prefill, batch_size=host.num_rows, graph_bs=host.num_rows
+                positions=positions,
+                is_prefill=host.is_prefill,
+                batch_size=computed.num_rows,
+                graph_bs=computed.num_rows,
             ),
             num_tokens=positions.numel(),
             mla_layer_map=maps[2] if cls.profile.latent_layers else _NO_LAYERS,
@@ -252,9 +263,24 @@ def _set(api: atom.AtomApi, context: RTPForwardContext) -> None:
             api.local.ctx = api.get_forward_context()
 
 
-def is_on_host(positions: torch.Tensor, host: AtomPass) -> bool:
+def is_on_host(positions: torch.Tensor, table: torch.Tensor) -> bool:
     """Whether a pass is computed from host values. Tests say no, to take a GPU's way on the CPU."""
-    return positions.is_cpu and host.tables[0].is_cpu
+    return positions.is_cpu and table.is_cpu
+
+
+def _usual(
+    profile: Profile, kept: Kept, runtime: Any, inputs: Any, positions: torch.Tensor
+) -> tuple[UsualInputs, AtomGroups, Computed] | None:
+    """A pass of the usual kind on the CPU; None for others, good or bad."""
+    given = usual_inputs(inputs)
+    if given is None or not is_on_host(positions, given.tables[0]) or atom.capturing():
+        return None
+    numbers = given.layer_to_group
+    groups = kept_groups(
+        kept, runtime, numbers if numbers is not None and numbers.numel() else None, given.tags, len(given.tables)
+    )
+    computed = None if groups is None else usual_pass(given, inputs, positions, profile, groups)
+    return None if groups is None or computed is None else (given, groups, computed)
 
 
 def _compute(
@@ -269,7 +295,7 @@ def _compute(
     level: int,
 ) -> tuple[Computed, bool]:
     budget = max(max_context, 1)
-    on_host = is_on_host(positions, host)
+    on_host = is_on_host(positions, host.tables[0])
     # The warm-up before a capture takes the captured pass's way: what that needs must be there when the capture begins.
     is_warm_up = host.graph_flag and not host.is_prefill and not on_host and max_context > 0
     if is_warm_up or atom.capturing():

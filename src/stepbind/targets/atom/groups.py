@@ -24,8 +24,9 @@ class AtomGroups:
     first_slots, first_states: the first of the host's groups taken for one of attention, and for a recurrent one, in
     blocks of `block_size`: what the reference's fields of the first group are read with. planned: `sources`, and behind
     them those two where no layer of theirs is in the first group but the fields are there. first_paged: which of
-    `sources` is the first of the host's groups and has slots, if any. has_kernel_blocks: whether any group has kernel
-    blocks smaller than its physical ones. fewest_blocks: of all pools."""
+    `sources` is the first of the host's groups and has slots, if any; paged: which have slots. sizes: tokens of a
+    physical block of each. has_kernel_blocks: whether any group has kernel blocks smaller than its physical ones.
+    fewest_blocks: of all pools."""
 
     sources: tuple[GroupSource, ...]
     block_size: int
@@ -36,6 +37,8 @@ class AtomGroups:
     first_states: CacheGroup
     planned: tuple[GroupSource, ...]
     first_paged: int | None
+    paged: tuple[int, ...]
+    sizes: tuple[int, ...]
     has_kernel_blocks: bool
     fewest_blocks: int
 
@@ -98,6 +101,8 @@ def atom_groups(kv_cache: Any, maps: LayerMaps, host: AtomPass, layer_to_group: 
         first_states,
         tuple(planned),
         first_paged,
+        tuple([i for i, each in enumerate(sources) if each.group.kind is not GroupKind.STATE]),
+        tuple([each.group.block_size for each in sources]),
         has_kernel_blocks=any(source.group.ratio > 1 for source in sources),
         fewest_blocks=min((source.group.num_blocks for source in sources), default=0),
     )

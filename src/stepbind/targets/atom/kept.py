@@ -57,18 +57,31 @@ def update_groups(kept: Kept, runtime: Any, maps: LayerMaps, host: AtomPass) -> 
 
     Raises `BlockFaultError` for faults of earlier passes where the groups are others now.
     """
-    numbers = _numbers_of_layers(kept, runtime, host.layer_to_group)
-    kv_cache = runtime.kv_cache
-    sizes = (getattr(kv_cache, "seq_size_per_block", None), getattr(kv_cache, "kernel_seq_size_per_block", None))
-    key = (numbers, sizes, host.tags, len(host.tables))
-    if kept.groups is None or key != kept.groups_key:
-        groups = atom_groups(kv_cache, maps, host, numbers)
+    groups = kept_groups(kept, runtime, host.layer_to_group, host.tags, len(host.tables))
+    if groups is None:
+        numbers = _numbers_of_layers(kept, runtime, host.layer_to_group)
+        groups = atom_groups(runtime.kv_cache, maps, host, numbers)
         if kept.groups is None or kept.groups.sources != groups.sources:
             kept.buffers.check()  # waits, once: nobody looks at the faults counted there afterwards
             kept.buffers = PlanBuffers()
-        kept.groups, kept.groups_key = groups, key
+        kept.groups, kept.groups_key = groups, _groups_key(runtime.kv_cache, numbers, host.tags, len(host.tables))
         runtime._rtp_layer_group_map = groups.layer_to_group
-    return kept.groups
+    return groups
+
+
+def kept_groups(
+    kept: Kept, runtime: Any, layer_to_group: torch.Tensor | None, tags: tuple[str, ...], num_tables: int
+) -> AtomGroups | None:
+    """None where they are others now. Good while the views are: look at those first."""
+    if kept.groups is None or kept.groups_key is None:
+        return None
+    numbers = _numbers_of_layers(kept, runtime, layer_to_group)
+    return kept.groups if _groups_key(runtime.kv_cache, numbers, tags, num_tables) == kept.groups_key else None
+
+
+def _groups_key(kv_cache: Any, numbers: tuple[int, ...], tags: tuple[str, ...], num_tables: int) -> object:
+    sizes = (getattr(kv_cache, "seq_size_per_block", None), getattr(kv_cache, "kernel_seq_size_per_block", None))
+    return numbers, sizes, tags, num_tables
 
 
 def update_points(kept: Kept, latent: dict[int, Any], block_size: int, api: AtomApi) -> list[AttachPoint]:
