@@ -64,9 +64,8 @@ class Pass:
         return compute_on_host(self.host, self.positions, self.profile, self.groups, False, 64)
 
     def usual(self) -> Computed | None:
-        given = usual_inputs(self.inputs)
-        assert given is not None
-        return usual_pass(given, self.inputs, self.positions, self.profile, self.groups)
+        given = usual_inputs(self.inputs, self.positions, physical=self.profile.physical_table)
+        return None if given is None else usual_pass(given, self.inputs, self.profile, self.groups)
 
     def fast(self) -> Computed:
         return self.usual() or self.general()

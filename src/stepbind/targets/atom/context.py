@@ -16,7 +16,15 @@ from stepbind.targets.atom import api as atom
 from stepbind.targets.atom.assemble import attention_metadata, gdn_metadata, state_caches
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups
-from stepbind.targets.atom.kept import Kept, kept_groups, kept_on, update_groups, update_points, update_views
+from stepbind.targets.atom.kept import (
+    Kept,
+    kept_groups,
+    kept_numbers,
+    kept_on,
+    update_groups,
+    update_points,
+    update_views,
+)
 from stepbind.targets.atom.memory import Attached, LayerMaps, collect_layers
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import compute_by_plan, compute_captured, compute_on_host
@@ -65,13 +73,13 @@ class RTPForwardContext:
     ) -> torch.Tensor:
         """[B] int32 slots that a layer's states are written to. Those of the pass's own groups are computed with the
         pass and found in `state_indices_cache`; others are computed here and kept there."""
-        number = (layer_group_map or {}).get(layer_num, 0)
-        key = (number, bool(is_prefill))
+        number = layer_group_map.get(layer_num, 0) if layer_group_map else 0
+        key = (number, is_prefill)
         found = None if state_indices_cache is None else state_indices_cache.get(key)
         if found is None:
             found = state_slots_of_layer(attn_inputs, is_prefill, device, seq_size_per_block, number)
             if state_indices_cache is not None:
-                state_indices_cache[key] = found
+                state_indices_cache[number, bool(is_prefill)] = found
         return found
 
     @staticmethod
@@ -272,14 +280,14 @@ def _usual(
     profile: Profile, kept: Kept, runtime: Any, inputs: Any, positions: torch.Tensor
 ) -> tuple[UsualInputs, AtomGroups, Computed] | None:
     """A pass of the usual kind on the CPU; None for others, good or bad."""
-    given = usual_inputs(inputs)
-    if given is None or not is_on_host(positions, given.tables[0]) or atom.capturing():
+    if atom.capturing():
         return None
-    numbers = given.layer_to_group
-    groups = kept_groups(
-        kept, runtime, numbers if numbers is not None and numbers.numel() else None, given.tags, len(given.tables)
-    )
-    computed = None if groups is None else usual_pass(given, inputs, positions, profile, groups)
+    given = usual_inputs(inputs, positions, physical=profile.physical_table)
+    numbers = None if given is None else kept_numbers(kept, given.layer_to_group)
+    if given is None or numbers is None or not is_on_host(positions, given.tables[0]):
+        return None
+    groups = kept_groups(kept, runtime.kv_cache, numbers, given.tags, len(given.tables))
+    computed = None if groups is None else usual_pass(given, inputs, profile, groups)
     return None if groups is None or computed is None else (given, groups, computed)
 
 

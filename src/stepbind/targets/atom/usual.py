@@ -11,7 +11,7 @@ halves an operation's cost; what fails to be usual is seen on the way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -26,74 +26,87 @@ from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups
 from stepbind.targets.atom.metadata import Profile
 from stepbind.targets.atom.read import one_each, read
-from stepbind.targets.atom.shared import SharedValues, upto
+from stepbind.targets.atom.shared import SharedValues, upto, upto32
 from stepbind.targets.atom.tables import first_table, group_table
 from stepbind.targets.atom.values import GroupValues, Int32, Int64, highest, lowest
 from stepbind.targets.atom.values import upto as upto_wide
 
 Array = npt.NDArray[Any]
-_numpy, _from_numpy = torch.Tensor.numpy, torch.from_numpy
+_from_numpy = torch.from_numpy
 _INT32 = np.dtype(np.int32)
 _TABLE = "kv_cache_kernel_block_id_device"
-_COMMON = ("is_cuda_graph", _TABLE, f"{_TABLE}_by_group", "kv_cache_block_id_device", "kv_cache_layer_to_group")
-_common = attrgetter("is_prefill", *_COMMON)
+_COMMON = (_TABLE, f"{_TABLE}_by_group", "kv_cache_block_id_device", "kv_cache_layer_to_group")
+_of_decode = attrgetter("sequence_lengths", "sequence_lengths_plus_1_device", "cu_seqlens_device", *_COMMON)
+_of_prefill = attrgetter("input_lengths", "prefix_lengths", "prefix_lengths_device", "cu_seqlens_device", *_COMMON)
 
 
 class UsualInputs(NamedTuple):
-    """What an eager pass is read from, not looked at yet. attn_inputs: of the first group, tags and tables: of all."""
+    """What an eager pass is read from: tensors that are all on the host, and arrays over the same memory. Not looked at
+    yet: neither shapes nor dtypes nor values.
+
+    attn_inputs: of the first group. seq_lens: context lengths in decode. values: in decode the tokens in the cache,
+    context lengths, offsets; in prefill the new tokens, those in the cache (twice: the host's and the device's),
+    offsets. tables, table_arrays: of each group, or of the store for the first one, where it has one and `physical`;
+    is_store_alike: whether that has the shape of the group's own.
+    """
 
     attn_inputs: Any
     is_prefill: bool
+    seq_lens: torch.Tensor
+    values: list[Array]
+    position: Array
+    layer_to_group: Array | None
     tags: tuple[str, ...]
-    tables: list[Any]
-    store: Any
-    layer_to_group: Any
+    tables: list[torch.Tensor]
+    table_arrays: list[Array]
+    is_store_alike: bool
 
 
-def usual_inputs(inputs: Any) -> UsualInputs | None:
-    """None for a pass in a graph, and for one whose inputs lack a field."""
+def usual_inputs(inputs: Any, positions: torch.Tensor, *, physical: bool) -> UsualInputs | None:
+    """None for a pass in a graph, one that is not all on the host, and one whose inputs lack a field. All arrays are
+    made at once: the first one of several costs as much as the others together. physical: by `Profile`."""
     try:
-        first, tags = inputs.attention_inputs, ()
+        first, tags, is_store_alike = inputs.attention_inputs, (), True
         others: list[Any] = []
         if isinstance(first, Mapping):
             tags = tuple(first)
             first, *others = first.values()
-        is_prefill, graph_flag, table, tables, store, layer_to_group = _common(first)
-        if graph_flag:
+        if first.is_cuda_graph:
             return None
+        is_prefill = first.is_prefill
+        *values, table, tables, store, to_group = (_of_prefill if is_prefill else _of_decode)(first)
         if others or not tables:
             tables = [table, *[each.kv_cache_kernel_block_id_device for each in others]]
-    except (AttributeError, ValueError):
+        if physical and store is not None and store.numel():
+            is_store_alike = store.shape == tables[0].shape
+            tables = [store, *tables[1:]]
+        given = [*values, positions, *tables] if to_group is None else [*values, positions, *tables, to_group]
+        arrays = list(map(torch.Tensor.numpy, given))
+    except (AttributeError, ValueError, TypeError):  # the last one for what is None, or on a GPU
         return None
-    if tables[0] is None:
-        return None
-    return UsualInputs(first, is_prefill, tags, tables, store, layer_to_group)
+    count = len(values)
+    end = count + 1 + len(tables)
+    own, to_group = arrays[count + 1 : end], arrays[end] if end < len(arrays) else None
+    return UsualInputs(
+        first, is_prefill, values[1], arrays[:count], arrays[count], to_group, tags, tables, own, is_store_alike
+    )
 
 
-def usual_pass(
-    given: UsualInputs, inputs: Any, positions: torch.Tensor, profile: Profile, groups: AtomGroups
-) -> Computed | None:
-    """None for a pass that is not usual. inputs: as `given` was read from."""
+def usual_pass(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups) -> Computed | None:
+    """None for a pass that is not usual. inputs: what `given` was read from."""
     if groups.first_paged is None:
         return None
-    return (_prefill if given.is_prefill else _decode)(given, inputs, positions, profile, groups)
+    return (_prefill if given.is_prefill else _decode)(given, inputs, profile, groups)
 
 
-def _decode(
-    given: UsualInputs, inputs: Any, positions: torch.Tensor, profile: Profile, groups: AtomGroups
-) -> Computed | None:
+def _decode(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups) -> Computed | None:
     """One token a row, behind at least one in the cache, by the host's lengths and the plus-one field."""
-    first = given.attn_inputs
-    seq_lens = first.sequence_lengths_plus_1_device
-    arrays = _arrays((first.sequence_lengths, seq_lens, first.cu_seqlens_device, positions))
-    if arrays is None:
-        return None
-    token, context, start, position = arrays
-    rows = token.size
+    token, context, start = given.values
+    first, rows = given.attn_inputs, token.size
     if (
         first.input_lengths.numel() != rows
         or _size(first.prefix_lengths)
-        or not _are(position, token)
+        or not _are(given.position, token)
         or not _are(context, token + _ONE)
         or not start.size
         or start.item(-1) > 0
@@ -120,7 +133,7 @@ def _decode(
         num_tokens=rows,
         shared=SharedValues(_one_each(rows), _rows(rows) if profile.sparse_fields else None, None, None),
         query_start_host=one_each(rows),
-        seq_lens=seq_lens,
+        seq_lens=given.seq_lens,
         max_query=1,
         max_context=longest,
         total_context=int(np.add.reduce(context)),
@@ -130,16 +143,12 @@ def _decode(
     )
 
 
-def _prefill(
-    given: UsualInputs, inputs: Any, positions: torch.Tensor, profile: Profile, groups: AtomGroups
-) -> Computed | None:
+def _prefill(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups) -> Computed | None:
     """At least one token a row, by the host's lengths, the same ones on the device, and the offsets."""
-    first = given.attn_inputs
-    lengths = (first.input_lengths, first.prefix_lengths, first.prefix_lengths_device, first.cu_seqlens_device)
-    arrays = _arrays((*lengths, positions))
-    if arrays is None or (profile.prefill_context_is_plus_one and _size(first.sequence_lengths_plus_1_device)):
+    if profile.prefill_context_is_plus_one and _size(given.attn_inputs.sequence_lengths_plus_1_device):
         return None
-    new, prior, prior_device, start, position = arrays
+    new, prior, prior_device, start = given.values
+    position = given.position
     rows, tokens = new.size, position.size
     if start.size != rows + 1 or start.item(-1) != tokens or not _are(prior_device, prior) or lowest(prior) < 0:
         return None
@@ -149,7 +158,7 @@ def _prefill(
         return None
     shift = prior - begin  # from a token's place in the pass to its number in the row
     token = shift.repeat(query)
-    token += upto(tokens).numpy()
+    token += upto32(tokens)
     if not _are(position, token):
         return None
     context, end = prior + new, prior + query
@@ -175,7 +184,7 @@ def _prefill(
         slots.append(slot)
     shared = SharedValues(_from_numpy(start), None, None, None)
     if profile.sparse_fields:
-        row = _rows(rows).numpy().repeat(query)
+        row = upto32(rows).repeat(query)
         spans = _from_numpy(begin.repeat(query)), upto(tokens + 1)[1:]
         shared = SharedValues(shared.query_start, _from_numpy(row), *spans)
     return Computed(
@@ -219,16 +228,12 @@ def _tables(
         own, first = [table.blocks for table in chosen], first_table(host, profile, groups, longest)
         sizes, least = tuple([table.tokens_per_entry for table in chosen]), max(ids)
         end = min([source.group.num_blocks * each for source, each in zip(sources, ids, strict=True)])
-    else:
-        by_number = given.tables
-        if profile.physical_table and _size(given.store):
-            if given.store.shape != by_number[0].shape:
-                return None
-            by_number = [given.store, *by_number[1:]]
-        own, first = [by_number[source.table] for source in sources], by_number[0]
-    arrays = _arrays(own)
-    if arrays is None:
+        arrays = [table.numpy() for table in own]
+    elif not given.is_store_alike:
         return None
+    else:
+        own, first = [given.tables[source.table] for source in sources], given.tables[0]
+        arrays = [given.table_arrays[source.table] for source in sources]
     for array in arrays:
         shape = array.shape
         if len(shape) != 2 or shape[0] != rows or array.dtype != _INT32 or not array.flags.c_contiguous:
@@ -273,7 +278,7 @@ def _slots(
     in_row = first - ends
     in_row += count
     column = in_row.repeat(count)
-    column += upto(total).numpy()
+    column += upto32(total)
     at = _row_starts(rows, columns).repeat(count)
     at += column
     block = table.take(at)
@@ -316,14 +321,6 @@ def _found(tables: _Tables, groups: AtomGroups, blocks: Int32 | None, slots: lis
         "state_read": read,
         "state_write": write,
     }
-
-
-def _arrays(tensors: Iterable[Any]) -> list[Array] | None:
-    """Tensors as arrays over the same memory. None where one is missing or on a GPU."""
-    try:
-        return list(map(_numpy, tensors))
-    except TypeError:
-        return None
 
 
 def _are(array: Array, values: Int32) -> bool:
