@@ -22,12 +22,12 @@ from stepbind.targets.atom.tables import to_kernel
 from stepbind.targets.atom.usual import UsualInputs
 
 Host = AtomPass | UsualInputs
+StateCaches = tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]
+"""State slots by (group number, is prefill): those to write and those to read."""
 
 
-def gdn_metadata(
-    host: Host, computed: Computed, groups: AtomGroups, api: AtomApi, caches: dict[str, dict[Any, torch.Tensor]]
-) -> Any:
-    """`GDNAttentionMetadata`. `caches`: state slots by (group number, is prefill), "write" and "read"."""
+def gdn_metadata(host: Host, computed: Computed, groups: AtomGroups, api: AtomApi, caches: StateCaches) -> Any:
+    """`GDNAttentionMetadata`. `caches`: of `state_caches`."""
     rows, tokens, device = computed.num_rows, computed.num_tokens, computed.block_table.device
     prefill = host.is_prefill
     programs = batch = offset = None
@@ -54,24 +54,27 @@ def gdn_metadata(
     metadata.non_spec_state_indices_in_tensor = computed.state_read
     metadata.rtp_attn_inputs = host.attn_inputs
     metadata.rtp_seq_size_per_block = groups.block_size
-    metadata.rtp_state_indices_cache = caches["write"]
-    metadata.rtp_state_indices_in_cache = caches["read"]
+    metadata.rtp_state_indices_cache = caches[0]
+    metadata.rtp_state_indices_in_cache = caches[1]
     metadata.rtp_layer_group_map = groups.layer_to_group
     return metadata
 
 
-def state_caches(host: Host, computed: Computed) -> dict[str, dict[Any, torch.Tensor]]:
-    """State slots of every group, by (number, is prefill): "write" and "read"."""
+def state_caches(host: Host, computed: Computed) -> StateCaches:
+    """State slots of every group."""
+    if computed.states is not None:
+        return computed.states.write, computed.states.read
     write: dict[Any, torch.Tensor] = {}
     read: dict[Any, torch.Tensor] = {}
     key = (0, host.is_prefill)
-    if computed.state_write is not None and computed.state_read is not None:
-        write[key], read[key] = computed.state_write, computed.state_read
+    if computed.state_write is None or computed.state_read is None:
+        return write, read
+    write[key], read[key] = computed.state_write, computed.state_read
     for group in computed.groups:
         if group.state_write is not None and group.state_read is not None:
             key = (group.number, host.is_prefill)
             write[key], read[key] = group.state_write, group.state_read
-    return {"write": write, "read": read}
+    return write, read
 
 
 def attention_metadata(

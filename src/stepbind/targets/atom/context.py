@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, TypeAlias
 
@@ -74,12 +73,14 @@ class RTPForwardContext:
         """[B] int32 slots that a layer's states are written to. Those of the pass's own groups are computed with the
         pass and found in `state_indices_cache`; others are computed here and kept there."""
         number = layer_group_map.get(layer_num, 0) if layer_group_map else 0
-        key = (number, is_prefill)
-        found = None if state_indices_cache is None else state_indices_cache.get(key)
-        if found is None:
-            found = state_slots_of_layer(attn_inputs, is_prefill, device, seq_size_per_block, number)
-            if state_indices_cache is not None:
-                state_indices_cache[number, bool(is_prefill)] = found
+        if state_indices_cache is not None:
+            try:
+                return state_indices_cache[number, is_prefill]
+            except KeyError:
+                pass
+        found = state_slots_of_layer(attn_inputs, is_prefill, device, seq_size_per_block, number)
+        if state_indices_cache is not None:
+            state_indices_cache[number, bool(is_prefill)] = found
         return found
 
     @staticmethod
@@ -143,7 +144,7 @@ class RTPForwardContext:
             rtp_seq_size_per_block=groups.block_size,
             rtp_kernel_seq_size_per_block=groups.kernel_block_size,
             kv_cache_data=tensors,
-            state_indices_cache=caches["write"],
+            state_indices_cache=caches[0],
             layer_group_map=groups.layer_to_group,
             context=api.context(
                 positions=positions,
@@ -171,10 +172,7 @@ class RTPForwardContext:
     ) -> AbstractContextManager[None]:
         """`build`, set as ATOM's forward context inside the block. Nests; every exit restores what was there before, in
         reverse order (seed behaviour 20). Where ATOM keeps a context for each thread, so does this."""
-        build = partial(
-            cls.build, model, runtime, inputs, positions, layer_maps, cg_max_seq_len, cg_bufs=cg_bufs, strict=strict
-        )
-        return _Binding(build, runtime)
+        return _Binding(cls, runtime, (model, runtime, inputs, positions, layer_maps, cg_max_seq_len, cg_bufs, strict))
 
 
 @dataclass(frozen=True)
@@ -212,11 +210,11 @@ _lock = threading.Lock()
 class _Binding(AbstractContextManager[None]):
     """One `with` block around a forward."""
 
-    def __init__(self, build: partial[RTPForwardContext], runtime: Any) -> None:
-        self._build, self._runtime = build, runtime
+    def __init__(self, cls: type[RTPForwardContext], runtime: Any, arguments: tuple[Any, ...]) -> None:
+        self._cls, self._runtime, self._arguments = cls, runtime, arguments
 
     def __enter__(self) -> None:
-        context = self._build()
+        context = self._cls.build(*self._arguments)
         self._api = api = atom.atom_api()
         metadata = context.attn_metadata
         metadata.gdn_metadata = context.gdn_metadata

@@ -11,8 +11,8 @@ halves an operation's cost; what fails to be usual is seen on the way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 
 from stepbind.groups import GroupKind
 from stepbind.step import INT32_MAX
-from stepbind.targets.atom.computed import Computed
+from stepbind.targets.atom.computed import Computed, States, StateSlots
 from stepbind.targets.atom.groups import AtomGroups
 from stepbind.targets.atom.metadata import Profile
 from stepbind.targets.atom.read import one_each, read
@@ -94,7 +94,7 @@ def usual_inputs(inputs: Any, positions: torch.Tensor, *, physical: bool) -> Usu
 
 def usual_pass(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups) -> Computed | None:
     """None for a pass that is not usual. inputs: what `given` was read from."""
-    if groups.first_paged is None:
+    if groups.first_paged < 0:
         return None
     return (_prefill if given.is_prefill else _decode)(given, inputs, profile, groups)
 
@@ -117,7 +117,7 @@ def _decode(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroup
     tables = _tables(given, inputs, profile, groups, rows, longest)
     if tables is None:
         return None
-    tokens = token + _LAST_AND_NEW if groups.state_groups else token.astype(np.int64)[None]
+    tokens = token.astype(np.int64) + (_LAST_AND_NEW if groups.state_groups else _NEW)
     blocks = _blocks(tables, tokens, longest)
     if blocks is None:
         return None
@@ -127,6 +127,8 @@ def _decode(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroup
         slot = blocks[index, -1] * number
         slot += tokens[-1] % number
         slots.append(slot)
+    slot_tensors = list(map(_from_numpy, slots))
+    states = _states(blocks, groups, is_prefill=False)
     return Computed(
         is_dummy=False,
         num_rows=rows,
@@ -139,7 +141,12 @@ def _decode(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroup
         total_context=int(np.add.reduce(context)),
         has_prior=None,
         has_prefix=False,
-        **_found(tables, groups, blocks, slots),
+        block_table=tables.first,
+        slot_mapping=slot_tensors[groups.first_paged],
+        groups=UsualGroups(tables, groups, slot_tensors, states),
+        state_read=None if states is None else states.read.of(0),
+        state_write=None if states is None else states.write.of(0),
+        states=states,
     )
 
 
@@ -187,6 +194,8 @@ def _prefill(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGrou
         row = upto32(rows).repeat(query)
         spans = _from_numpy(begin.repeat(query)), upto(tokens + 1)[1:]
         shared = SharedValues(shared.query_start, _from_numpy(row), *spans)
+    slot_tensors = list(map(_from_numpy, slots))
+    states = _states(blocks, groups, is_prefill=True)
     return Computed(
         is_dummy=False,
         num_rows=rows,
@@ -199,7 +208,12 @@ def _prefill(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGrou
         total_context=int(np.add.reduce(context)),
         has_prior=_from_numpy(has_prior) if groups.state_groups else None,
         has_prefix=highest(prior) > 0,
-        **_found(tables, groups, blocks, slots),
+        block_table=tables.first,
+        slot_mapping=slot_tensors[groups.first_paged],
+        groups=UsualGroups(tables, groups, slot_tensors, states),
+        state_read=None if states is None else states.read.of(0),
+        state_write=None if states is None else states.write.of(0),
+        states=states,
     )
 
 
@@ -297,30 +311,38 @@ def _slots(
     return slot
 
 
-def _found(tables: _Tables, groups: AtomGroups, blocks: Int32 | None, slots: list[Int64]) -> dict[str, Any]:
-    """The fields of `Computed` that come out of tables. blocks: where there are states. slots: of `groups.paged`."""
-    states = (
-        [] if blocks is None or not groups.state_groups else list(map(_from_numpy, blocks.reshape(-1, blocks.shape[2])))
-    )
-    mapped = dict(zip(groups.paged, map(_from_numpy, slots), strict=True))
-    values = []
-    for index, (source, table) in enumerate(zip(groups.sources, tables.own, strict=True)):
-        number, group = source.table, source.group
-        if group.kind is GroupKind.STATE:
-            pair = states[2 * index : 2 * index + 2]
-            values.append(GroupValues(number, group.kind, group.layers, table, None, *pair))
-        else:
-            values.append(GroupValues(number, group.kind, group.layers, table, mapped[index]))
-    first = groups.first_paged
-    assert first is not None
-    read, write = states[2 * first : 2 * first + 2] or (None, None)
-    return {
-        "block_table": tables.first,
-        "slot_mapping": mapped[first],
-        "groups": tuple(values),
-        "state_read": read,
-        "state_write": write,
-    }
+def _states(blocks: Int32 | None, groups: AtomGroups, *, is_prefill: bool) -> States | None:
+    """blocks: [groups, 2, B], of the last token in the cache and of the last new one."""
+    if blocks is None or not groups.state_groups:
+        return None
+    index_of = groups.state_index
+    return States(StateSlots(blocks, 0, index_of, is_prefill), StateSlots(blocks, 1, index_of, is_prefill))
+
+
+class UsualGroups(Sequence[GroupValues]):
+    """Values of each group, made when they are first looked at: ATOM's own layers read the metadata's fields."""
+
+    def __init__(self, tables: _Tables, groups: AtomGroups, slots: list[torch.Tensor], states: States | None) -> None:
+        self._of = tables, groups, slots, states
+
+    @cached_property
+    def _values(self) -> tuple[GroupValues, ...]:
+        tables, groups, slots, states = self._of
+        of_paged = dict(zip(groups.paged, slots, strict=True))
+        values = []
+        for index, (source, table) in enumerate(zip(groups.sources, tables.own, strict=True)):
+            number, group = source.table, source.group
+            values.append(GroupValues(number, group.kind, group.layers, table, of_paged.get(index)))
+            if states is not None and group.kind is GroupKind.STATE:
+                read, write = states.read.of(number), states.write.of(number)
+                values[-1] = values[-1]._replace(state_read=read, state_write=write)
+        return tuple(values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._values[index]
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 def _are(array: Array, values: Int32) -> bool:
@@ -335,8 +357,8 @@ def _size(tensor: torch.Tensor | None) -> int:
 
 
 _ONE = np.array(1, dtype=np.int32)
-_LAST_AND_NEW = np.array([[-1], [0]])
-"""Added to the number of a new token: itself and the one before."""
+_LAST_AND_NEW, _NEW = np.array([[-1], [0]]), np.array([[0]])
+"""Added to the number of a new token: itself, behind the one before it where there are states."""
 
 
 @lru_cache(maxsize=64)
