@@ -44,15 +44,15 @@ class UsualInputs(NamedTuple):
     """What an eager pass is read from: tensors that are all on the host, and arrays over the same memory. Not looked at
     yet: neither shapes nor dtypes nor values.
 
-    attn_inputs: of the first group. seq_lens: context lengths in decode. values: in decode the tokens in the cache,
-    context lengths, offsets; in prefill the new tokens, those in the cache (twice: the host's and the device's),
-    offsets. tables, table_arrays: of each group, or of the store for the first one, where it has one and `physical`;
-    is_store_alike: whether that has the shape of the group's own.
+    attn_inputs: of the first group. tensors, values: in decode the tokens in the cache, context lengths, offsets; in
+    prefill the new tokens, those in the cache (twice: the host's and the device's), offsets. tables, table_arrays: of
+    each group, or of the store for the first one, where it has one and `physical`; is_store_alike: whether that has the
+    shape of the group's own.
     """
 
     attn_inputs: Any
     is_prefill: bool
-    seq_lens: torch.Tensor
+    tensors: list[torch.Tensor]
     values: list[Array]
     position: Array
     layer_to_group: Array | None
@@ -88,7 +88,7 @@ def usual_inputs(inputs: Any, positions: torch.Tensor, *, physical: bool) -> Usu
     end = count + 1 + len(tables)
     own, to_group = arrays[count + 1 : end], arrays[end] if end < len(arrays) else None
     return UsualInputs(
-        first, is_prefill, values[1], arrays[:count], arrays[count], to_group, tags, tables, own, is_store_alike
+        first, is_prefill, values, arrays[:count], arrays[count], to_group, tags, tables, own, is_store_alike
     )
 
 
@@ -135,7 +135,7 @@ def _decode(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroup
         num_tokens=rows,
         shared=SharedValues(_one_each(rows), _rows(rows) if profile.sparse_fields else None, None, None),
         query_start_host=one_each(rows),
-        seq_lens=given.seq_lens,
+        seq_lens=given.tensors[1],
         max_query=1,
         max_context=longest,
         total_context=int(np.add.reduce(context)),
@@ -157,15 +157,23 @@ def _prefill(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGrou
     new, prior, prior_device, start = given.values
     position = given.position
     rows, tokens = new.size, position.size
-    if start.size != rows + 1 or start.item(-1) != tokens or not _are(prior_device, prior) or lowest(prior) < 0:
+    if (
+        not new.dtype == start.dtype == _INT32
+        or start.size != rows + 1
+        or start.item(-1) != tokens
+        or not _are(prior_device, prior)
+        or lowest(prior) < 0
+    ):
         return None
     begin = start[:-1]
     query = start[1:] - begin
     if lowest(query) <= 0:
         return None
-    shift = prior - begin  # from a token's place in the pass to its number in the row
-    token = shift.repeat(query)
-    token += upto32(tokens)
+    if rows == 1:
+        token = upto32(prior.item(0) + tokens)[prior.item(0) :]
+    else:
+        token = (prior - begin).repeat(query)  # from a token's place in the pass to its number in the row
+        token += upto32(tokens)
     if not _are(position, token):
         return None
     context, end = prior + new, prior + query
@@ -176,20 +184,24 @@ def _prefill(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGrou
     blocks = None
     has_prior = prior > 0
     if groups.state_groups:
-        pair = np.array((np.where(has_prior, prior, end), end), dtype=np.int64)
+        fresh = None if lowest(prior) else prior == 0
+        pair = np.empty((2, rows), dtype=np.int64)
+        pair[0], pair[1] = prior, end
+        if fresh is not None:
+            pair[0, fresh] = end[fresh]
         pair -= _ONE
         blocks = _blocks(tables, pair, last)
         if blocks is None:
             return None
-        if not lowest(prior):
-            blocks[:, 0, ~has_prior] = -1
+        if fresh is not None:
+            blocks[:, 0, fresh] = -1
     slots = []
     for index in groups.paged:
         slot = _slots(tables, index, prior, end, begin, tokens, last)
         if slot is None:
             return None
         slots.append(slot)
-    shared = SharedValues(_from_numpy(start), None, None, None)
+    shared = SharedValues(given.tensors[3], None, None, None)
     if profile.sparse_fields:
         row = upto32(rows).repeat(query)
         spans = _from_numpy(begin.repeat(query)), upto(tokens + 1)[1:]
@@ -285,27 +297,30 @@ def _slots(
     if longest > columns * size or max(tables.end, tokens) * size > INT32_MAX:
         return None
     number = _number32(size)
-    first = prior // number
-    count = (end - _ONE) // number - first + _ONE  # blocks of each row
-    ends = count.cumsum(dtype=np.int32)
+    column = prior // number  # of each row, its first one
+    count = (end - _ONE) // number
+    count -= column
+    count += _ONE
+    ends = np.add.accumulate(count, dtype=np.int32)
+    behind = ends - count
     total = ends.item(-1)
-    in_row = first - ends
-    in_row += count
-    column = in_row.repeat(count)
-    column += upto32(total)
-    at = _row_starts(rows, columns).repeat(count)
-    at += column
+    column -= behind
+    at = (column + _row_starts(rows, columns)).repeat(count)
+    at += upto32(total)
     block = table.take(at)
     if lowest(block) < tables.lowest or highest(block) >= tables.end:
         return None
     column *= number
-    column -= (prior - begin).repeat(count)  # where in the pass each block's first slot would be
+    column -= prior
+    column += begin
+    edge = column.repeat(count)  # where in the pass each block's first slot would be
+    edge += upto32(total) * number
     block *= number
-    block -= column
-    column[ends - count] = begin  # a row's first block is entered behind its first slot
-    length = np.empty_like(column)
-    np.subtract(column[1:], column[:-1], out=length[:-1])
-    length[-1] = tokens - column.item(-1)
+    block -= edge
+    edge[behind] = begin  # a row's first block is entered behind its first slot
+    length = np.empty_like(edge)
+    np.subtract(edge[1:], edge[:-1], out=length[:-1])
+    length[-1] = tokens - edge.item(-1)
     slot = block.astype(np.int64).repeat(length)
     slot += upto_wide(tokens)
     return slot
