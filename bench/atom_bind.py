@@ -104,7 +104,7 @@ class Bench:
         context = getattr(bridge, self.case.name)
         runtime = SimpleNamespace(kv_cache=self.kv_cache)
         maps = context.collect_layer_maps(self.model)
-        turns = itertools.cycle(self.passes)
+        turns, device = itertools.cycle(self.passes), torch.device(self.device)
 
         def next_bind() -> Any:
             inputs, positions = next(turns)
@@ -122,7 +122,7 @@ class Bench:
                     context.state_indices_for_layer(
                         attn_inputs=gdn.rtp_attn_inputs,
                         is_prefill=self.case.prefill,
-                        device=torch.device(self.device),
+                        device=device,
                         seq_size_per_block=gdn.rtp_seq_size_per_block,
                         layer_num=layer,
                         state_indices_cache=gdn.rtp_state_indices_cache,

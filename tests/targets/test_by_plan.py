@@ -22,7 +22,7 @@ HOLE = [[4, 0, 0], [7, -1, 0], [2, 3, 5]]  # token 8 of row 1 has no block
 
 @pytest.fixture(autouse=True)
 def ambient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ambient]:
-    monkeypatch.setattr(atom_context, "is_on_host", lambda positions, host: False)
+    monkeypatch.setattr(atom_context, "is_on_host", lambda positions, table: False)
     with atom_installed() as state:
         yield state
 

@@ -16,17 +16,19 @@ from stepbind.targets.atom.metadata import (
     Profile,
 )
 from stepbind.targets.atom.passes import PlanBuffers
-from stepbind.targets.atom.read import AtomPass, numbers
+from stepbind.targets.atom.read import AtomPass
 from stepbind.targets.atom.shared import conv_programs
 from stepbind.targets.atom.tables import to_kernel
-from stepbind.targets.atom.values import highest
+from stepbind.targets.atom.usual import UsualInputs
+
+Host = AtomPass | UsualInputs
+StateCaches = tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]
+"""State slots by (group number, is prefill): those to write and those to read."""
 
 
-def gdn_metadata(
-    host: AtomPass, computed: Computed, groups: AtomGroups, api: AtomApi, caches: dict[str, dict[Any, torch.Tensor]]
-) -> Any:
-    """`GDNAttentionMetadata`. `caches`: state slots by (group number, is prefill), "write" and "read"."""
-    rows, tokens, device = host.num_rows, computed.num_tokens, computed.block_table.device
+def gdn_metadata(host: Host, computed: Computed, groups: AtomGroups, api: AtomApi, caches: StateCaches) -> Any:
+    """`GDNAttentionMetadata`. `caches`: of `state_caches`."""
+    rows, tokens, device = computed.num_rows, computed.num_tokens, computed.block_table.device
     prefill = host.is_prefill
     programs = batch = offset = None
     start = computed.shared.query_start
@@ -52,28 +54,31 @@ def gdn_metadata(
     metadata.non_spec_state_indices_in_tensor = computed.state_read
     metadata.rtp_attn_inputs = host.attn_inputs
     metadata.rtp_seq_size_per_block = groups.block_size
-    metadata.rtp_state_indices_cache = caches["write"]
-    metadata.rtp_state_indices_in_cache = caches["read"]
+    metadata.rtp_state_indices_cache = caches[0]
+    metadata.rtp_state_indices_in_cache = caches[1]
     metadata.rtp_layer_group_map = groups.layer_to_group
     return metadata
 
 
-def state_caches(host: AtomPass, computed: Computed) -> dict[str, dict[Any, torch.Tensor]]:
-    """State slots of every group, by (number, is prefill): "write" and "read"."""
+def state_caches(host: Host, computed: Computed) -> StateCaches:
+    """State slots of every group."""
+    if computed.states is not None:
+        return computed.states.write, computed.states.read
     write: dict[Any, torch.Tensor] = {}
     read: dict[Any, torch.Tensor] = {}
     key = (0, host.is_prefill)
-    if computed.state_write is not None and computed.state_read is not None:
-        write[key], read[key] = computed.state_write, computed.state_read
+    if computed.state_write is None or computed.state_read is None:
+        return write, read
+    write[key], read[key] = computed.state_write, computed.state_read
     for group in computed.groups:
         if group.state_write is not None and group.state_read is not None:
             key = (group.number, host.is_prefill)
             write[key], read[key] = group.state_write, group.state_read
-    return {"write": write, "read": read}
+    return write, read
 
 
 def attention_metadata(
-    host: AtomPass,
+    host: Host,
     computed: Computed,
     groups: AtomGroups,
     profile: Profile,
@@ -83,7 +88,7 @@ def attention_metadata(
 ) -> Any:
     """`AttentionMetaData` with its plugin metadata. `captured`: buffers of a captured pass, None for an eager one."""
     prefill, shared = host.is_prefill, computed.shared
-    rows, tokens = host.num_rows, computed.num_tokens
+    rows, tokens = computed.num_rows, computed.num_tokens
     start = shared.query_start
     phase = AiterFlashAttentionPhaseMetadata(computed.max_query, computed.max_context, start)
     plugin: Any = AiterFlashAttentionMetadataForPluginMode(
@@ -106,7 +111,7 @@ def attention_metadata(
     )
     plugin.rtp_cu_seqlens_q = start
     plugin.is_dummy_warmup = computed.is_dummy
-    plugin.rtp_has_prefix = captured is None and _has_prefix(host)
+    plugin.rtp_has_prefix = computed.has_prefix
     plugin.rtp_groups = computed.groups
     extra: dict[str, Any] = {}
     block_tables = computed.block_table
@@ -146,8 +151,3 @@ def _indexer_table(computed: Computed, groups: AtomGroups, captured: PlanBuffers
     if table.shape[1] >= -(-computed.max_context // groups.kernel_block_size):
         return table
     return to_kernel(table, ratio, captured.table("kernel", table.shape[0], table.shape[1] * ratio, table.device))
-
-
-def _has_prefix(host: AtomPass) -> bool:
-    prefix = numbers(host.prefix_len)
-    return prefix is not None and highest(prefix) > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, TypeAlias
 
@@ -16,12 +15,21 @@ from stepbind.targets.atom import api as atom
 from stepbind.targets.atom.assemble import attention_metadata, gdn_metadata, state_caches
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups
-from stepbind.targets.atom.kept import Kept, kept_on, update_groups, update_points, update_views
+from stepbind.targets.atom.kept import (
+    Kept,
+    kept_groups,
+    kept_numbers,
+    kept_on,
+    update_groups,
+    update_points,
+    update_views,
+)
 from stepbind.targets.atom.memory import Attached, LayerMaps, collect_layers
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import AtomPass, read
 from stepbind.targets.atom.states import state_slots_of_layer
+from stepbind.targets.atom.usual import UsualInputs, usual_inputs, usual_pass
 
 
 @dataclass(frozen=True)
@@ -64,13 +72,15 @@ class RTPForwardContext:
     ) -> torch.Tensor:
         """[B] int32 slots that a layer's states are written to. Those of the pass's own groups are computed with the
         pass and found in `state_indices_cache`; others are computed here and kept there."""
-        number = (layer_group_map or {}).get(layer_num, 0)
-        key = (number, bool(is_prefill))
-        found = None if state_indices_cache is None else state_indices_cache.get(key)
-        if found is None:
-            found = state_slots_of_layer(attn_inputs, is_prefill, device, seq_size_per_block, number)
-            if state_indices_cache is not None:
-                state_indices_cache[key] = found
+        number = layer_group_map.get(layer_num, 0) if layer_group_map else 0
+        if state_indices_cache is not None:
+            try:
+                return state_indices_cache[number, is_prefill]
+            except KeyError:
+                pass
+        found = state_slots_of_layer(attn_inputs, is_prefill, device, seq_size_per_block, number)
+        if state_indices_cache is not None:
+            state_indices_cache[number, bool(is_prefill)] = found
         return found
 
     @staticmethod
@@ -102,17 +112,24 @@ class RTPForwardContext:
         Raises `StepError` for what is missing or does not fit together, `BlockFaultError` for missing blocks.
         """
         api = atom.atom_api()
-        host = read(inputs)
         if runtime.kv_cache is None:
             raise StepError("runtime.kv_cache", "none", "an initialized cache")
         if positions is None or positions.numel() == 0:
             raise StepError("positions", "none", "one for each new token")
+        host: AtomPass | UsualInputs
         maps = layer_maps or collect_layers(model, api)
         kept = kept_on(runtime)
         tensors = update_views(kept, runtime, maps, api)
-        groups = update_groups(kept, runtime, maps, host)
-        level = _bound.level_of(runtime)
-        computed, captured = _compute(cls.profile, kept, inputs, host, positions, groups, cg_max_seq_len, strict, level)
+        usual = _usual(cls.profile, kept, runtime, inputs, positions)
+        if usual is not None:
+            (host, groups, computed), captured = usual, False
+        else:
+            host = read(inputs)
+            groups = update_groups(kept, runtime, maps, host)
+            level = _bound.level_of(runtime)
+            computed, captured = _compute(
+                cls.profile, kept, inputs, host, positions, groups, cg_max_seq_len, strict, level
+            )
         caches = state_caches(host, computed)
         gdn = gdn_metadata(host, computed, groups, api, caches) if maps[0] else None
         metadata = attention_metadata(
@@ -127,10 +144,13 @@ class RTPForwardContext:
             rtp_seq_size_per_block=groups.block_size,
             rtp_kernel_seq_size_per_block=groups.kernel_block_size,
             kv_cache_data=tensors,
-            state_indices_cache=caches["write"],
+            state_indices_cache=caches[0],
             layer_group_map=groups.layer_to_group,
             context=api.context(
-                positions=positions, is_prefill=host.is_prefill, batch_size=host.num_rows, graph_bs=host.num_rows
+                positions=positions,
+                is_prefill=host.is_prefill,
+                batch_size=computed.num_rows,
+                graph_bs=computed.num_rows,
             ),
             num_tokens=positions.numel(),
             mla_layer_map=maps[2] if cls.profile.latent_layers else _NO_LAYERS,
@@ -152,10 +172,7 @@ class RTPForwardContext:
     ) -> AbstractContextManager[None]:
         """`build`, set as ATOM's forward context inside the block. Nests; every exit restores what was there before, in
         reverse order (seed behaviour 20). Where ATOM keeps a context for each thread, so does this."""
-        build = partial(
-            cls.build, model, runtime, inputs, positions, layer_maps, cg_max_seq_len, cg_bufs=cg_bufs, strict=strict
-        )
-        return _Binding(build, runtime)
+        return _Binding(cls, runtime, (model, runtime, inputs, positions, layer_maps, cg_max_seq_len, cg_bufs, strict))
 
 
 @dataclass(frozen=True)
@@ -193,11 +210,11 @@ _lock = threading.Lock()
 class _Binding(AbstractContextManager[None]):
     """One `with` block around a forward."""
 
-    def __init__(self, build: partial[RTPForwardContext], runtime: Any) -> None:
-        self._build, self._runtime = build, runtime
+    def __init__(self, cls: type[RTPForwardContext], runtime: Any, arguments: tuple[Any, ...]) -> None:
+        self._cls, self._runtime, self._arguments = cls, runtime, arguments
 
     def __enter__(self) -> None:
-        context = self._build()
+        context = self._cls.build(*self._arguments)
         self._api = api = atom.atom_api()
         metadata = context.attn_metadata
         metadata.gdn_metadata = context.gdn_metadata
@@ -252,9 +269,24 @@ def _set(api: atom.AtomApi, context: RTPForwardContext) -> None:
             api.local.ctx = api.get_forward_context()
 
 
-def is_on_host(positions: torch.Tensor, host: AtomPass) -> bool:
+def is_on_host(positions: torch.Tensor, table: torch.Tensor) -> bool:
     """Whether a pass is computed from host values. Tests say no, to take a GPU's way on the CPU."""
-    return positions.is_cpu and host.tables[0].is_cpu
+    return positions.is_cpu and table.is_cpu
+
+
+def _usual(
+    profile: Profile, kept: Kept, runtime: Any, inputs: Any, positions: torch.Tensor
+) -> tuple[UsualInputs, AtomGroups, Computed] | None:
+    """A pass of the usual kind on the CPU; None for others, good or bad."""
+    if atom.capturing():
+        return None
+    given = usual_inputs(inputs, positions, physical=profile.physical_table)
+    numbers = None if given is None else kept_numbers(kept, given.layer_to_group)
+    if given is None or numbers is None or not is_on_host(positions, given.tables[0]):
+        return None
+    groups = kept_groups(kept, runtime.kv_cache, numbers, given.tags, len(given.tables))
+    computed = None if groups is None else usual_pass(given, inputs, profile, groups)
+    return None if groups is None or computed is None else (given, groups, computed)
 
 
 def _compute(
@@ -269,7 +301,7 @@ def _compute(
     level: int,
 ) -> tuple[Computed, bool]:
     budget = max(max_context, 1)
-    on_host = is_on_host(positions, host)
+    on_host = is_on_host(positions, host.tables[0])
     # The warm-up before a capture takes the captured pass's way: what that needs must be there when the capture begins.
     is_warm_up = host.graph_flag and not host.is_prefill and not on_host and max_context > 0
     if is_warm_up or atom.capturing():

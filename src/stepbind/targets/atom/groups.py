@@ -23,8 +23,10 @@ class AtomGroups:
     pass says it (empty where there is one). state_groups: numbers of the groups that have Gated DeltaNet layers.
     first_slots, first_states: the first of the host's groups taken for one of attention, and for a recurrent one, in
     blocks of `block_size`: what the reference's fields of the first group are read with. planned: `sources`, and behind
-    them those two where no layer of theirs is in the first group but the fields are there. first_paged: which of
-    `sources` is the first of the host's groups and has slots, if any. has_kernel_blocks: whether any group has kernel
+    them those two where no layer of theirs is in the first group but the fields are there. paged: which of `sources`
+    have slots; first_paged: which of `paged` is of the first of the host's groups, -1 for none. state_index: which of
+    `sources` has the table that the states of one of the host's groups are in; also of the first one, where it is
+    paged. sizes: tokens of a physical block of each of `sources`. has_kernel_blocks: whether any group has kernel
     blocks smaller than its physical ones. fewest_blocks: of all pools."""
 
     sources: tuple[GroupSource, ...]
@@ -35,7 +37,10 @@ class AtomGroups:
     first_slots: CacheGroup
     first_states: CacheGroup
     planned: tuple[GroupSource, ...]
-    first_paged: int | None
+    paged: tuple[int, ...]
+    first_paged: int
+    state_index: dict[int, int]
+    sizes: tuple[int, ...]
     has_kernel_blocks: bool
     fewest_blocks: int
 
@@ -79,11 +84,12 @@ def atom_groups(kv_cache: Any, maps: LayerMaps, host: AtomPass, layer_to_group: 
         CacheGroup(f"first as {kind.value}", kind, (layer,), block_size, block_size, blocks)
         for kind, layer in ((GroupKind.ATTENTION, -1), (GroupKind.STATE, -2))  # layers that no model has
     )
-    first_paged = next(
-        (i for i, each in enumerate(sources) if each.table == 0 and each.group.kind is not GroupKind.STATE), None
-    )
+    paged = tuple([i for i, each in enumerate(sources) if each.group.kind is not GroupKind.STATE])
+    first_paged = next((place for place, i in enumerate(paged) if sources[i].table == 0), -1)
+    state_index = {} if first_paged < 0 else {0: paged[first_paged]}
+    state_index |= {each.table: i for i, each in enumerate(sources) if each.group.kind is GroupKind.STATE}
     planned = list(sources)
-    if first_paged is None:
+    if first_paged < 0:
         planned.append(GroupSource(first_slots, 0, True))
     if state_groups and 0 not in state_groups:
         planned.append(GroupSource(first_states, 0, True))
@@ -97,7 +103,10 @@ def atom_groups(kv_cache: Any, maps: LayerMaps, host: AtomPass, layer_to_group: 
         first_slots,
         first_states,
         tuple(planned),
+        paged,
         first_paged,
+        state_index,
+        tuple([each.group.block_size for each in sources]),
         has_kernel_blocks=any(source.group.ratio > 1 for source in sources),
         fewest_blocks=min((source.group.num_blocks for source in sources), default=0),
     )

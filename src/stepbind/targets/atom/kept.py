@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from stepbind.targets.atom.api import AtomApi
@@ -58,17 +59,41 @@ def update_groups(kept: Kept, runtime: Any, maps: LayerMaps, host: AtomPass) -> 
     Raises `BlockFaultError` for faults of earlier passes where the groups are others now.
     """
     numbers = _numbers_of_layers(kept, runtime, host.layer_to_group)
-    kv_cache = runtime.kv_cache
-    sizes = (getattr(kv_cache, "seq_size_per_block", None), getattr(kv_cache, "kernel_seq_size_per_block", None))
-    key = (numbers, sizes, host.tags, len(host.tables))
-    if kept.groups is None or key != kept.groups_key:
-        groups = atom_groups(kv_cache, maps, host, numbers)
+    groups = kept_groups(kept, runtime.kv_cache, numbers, host.tags, len(host.tables))
+    if groups is None:
+        groups = atom_groups(runtime.kv_cache, maps, host, numbers)
         if kept.groups is None or kept.groups.sources != groups.sources:
             kept.buffers.check()  # waits, once: nobody looks at the faults counted there afterwards
             kept.buffers = PlanBuffers()
-        kept.groups, kept.groups_key = groups, key
+        kept.groups, kept.groups_key = groups, _groups_key(runtime.kv_cache, numbers, host.tags, len(host.tables))
         runtime._rtp_layer_group_map = groups.layer_to_group
+    return groups
+
+
+def kept_groups(
+    kept: Kept, kv_cache: Any, numbers: tuple[int, ...], tags: tuple[str, ...], num_tables: int
+) -> AtomGroups | None:
+    """None where they are others now. Good while the views are: look at those first."""
+    if kept.groups_key is None or _groups_key(kv_cache, numbers, tags, num_tables) != kept.groups_key:
+        return None
     return kept.groups
+
+
+def kept_numbers(kept: Kept, array: npt.NDArray[Any] | None) -> tuple[int, ...] | None:
+    """The group numbers of layers that an array on the host holds; None where they are others now."""
+    if array is None or not array.size:
+        return ()
+    last = kept.layer_numbers
+    return last.numbers if last is not None and last.key == _content(array) else None
+
+
+def _content(array: npt.NDArray[Any]) -> tuple[object, ...]:
+    return array.tobytes(), array.dtype
+
+
+def _groups_key(kv_cache: Any, numbers: tuple[int, ...], tags: tuple[str, ...], num_tables: int) -> object:
+    sizes = (getattr(kv_cache, "seq_size_per_block", None), getattr(kv_cache, "kernel_seq_size_per_block", None))
+    return numbers, sizes, tags, num_tables
 
 
 def update_points(kept: Kept, latent: dict[int, Any], block_size: int, api: AtomApi) -> list[AttachPoint]:
@@ -93,8 +118,8 @@ class _LayerNumbers:
 def _numbers_of_layers(kept: Kept, runtime: Any, tensor: torch.Tensor | None) -> tuple[int, ...]:
     if tensor is None:
         return ()
-    place = tensor.numpy().tobytes() if tensor.is_cpu else (tensor.data_ptr(), tensor.shape)
-    key, last = (place, tensor.dtype), kept.layer_numbers
+    key = _content(tensor.numpy()) if tensor.is_cpu else (tensor.data_ptr(), tensor.shape, tensor.dtype)
+    last = kept.layer_numbers
     if last is None or key != last.key:
         last = kept.layer_numbers = _LayerNumbers(key, tensor, tuple(tensor.tolist()))
         runtime._rtp_layer_group_map_signature = last.numbers

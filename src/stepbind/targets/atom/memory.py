@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import repeat
-from operator import is_, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from stepbind.targets.atom.api import AtomApi
 LayerMaps = tuple[dict[int, Any], dict[int, Any], dict[int, Any]]
 """Modules by layer number: Gated DeltaNet, paged attention, sparse MLA (the outer module where there is one)."""
 
+_base = attrgetter("kv_cache_base")
 BYTES = (torch.uint8, torch.int8)
 
 
@@ -85,7 +86,7 @@ class CacheViews:
 def _buffers(kv_cache: Any, numbers: list[int]) -> list[Any]:
     """The buffer of each layer, and behind them the scales that there are."""
     caches = list(map(kv_cache.get_layer_cache, numbers))
-    buffers = [cache.kv_cache_base for cache in caches]
+    buffers = list(map(_base, caches))
     scales = list(map(getattr, caches, repeat("kv_scale_base"), repeat(None)))
     if any(map(is_not, scales, repeat(None))):
         buffers += [scale for scale in scales if scale is not None]
@@ -182,18 +183,20 @@ class Attached:
         self._entries: list[tuple[list[Any], Any]] = []
 
     def attach(self, points: list[AttachPoint]) -> None:
+        was, entries = self._attributes, self._entries
         for owner, cache, holder, keys in points:
-            attributes = vars(owner)
+            attributes = owner.__dict__
             if "kv_cache" in attributes:  # past `nn.Module`'s bookkeeping, which has nothing to do with it
-                self._attributes.append((attributes, attributes["kv_cache"]))
+                was.append((attributes, attributes["kv_cache"]))
                 attributes["kv_cache"] = cache
             else:
-                self._attributes.append((owner, getattr(owner, "kv_cache", None)))
+                was.append((owner, getattr(owner, "kv_cache", None)))
                 owner.kv_cache = cache
-            slots = None if keys is None else _slots(holder)
-            if slots is not None:
-                self._entries.append((slots, slots[0]))
-                slots[0] = keys
+            if keys is not None:
+                slots = getattr(holder, "kv_cache", None)
+                if isinstance(slots, list) and slots:
+                    entries.append((slots, slots[0]))
+                    slots[0] = keys
 
     def restore(self) -> None:
         """In reverse order."""

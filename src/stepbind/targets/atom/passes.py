@@ -29,8 +29,7 @@ from stepbind.targets.atom.read import (
 )
 from stepbind.targets.atom.shared import SharedValues, of_plan, on_host
 from stepbind.targets.atom.tables import first_granularity, first_table, group_table, to_physical
-from stepbind.targets.atom.usual import usual_pass
-from stepbind.targets.atom.values import GroupTable, GroupValues, Rows, from_plan, slots_at, values_of
+from stepbind.targets.atom.values import GroupTable, GroupValues, Rows, from_plan, highest, slots_at, values_of
 
 MIN_ROWS = 256
 """Rows that buffers are made for at least."""
@@ -111,9 +110,6 @@ def compute_on_host(
     host: AtomPass, positions: torch.Tensor, profile: Profile, groups: AtomGroups, strict: bool | None, budget: int
 ) -> Computed:
     """From values that are on the host. `budget`: context of a dummy pass, at least 1."""
-    computed = usual_pass(host, positions, profile, groups)
-    if computed is not None:
-        return computed
     seq_lens = context_lengths(host, profile, in_graph=host.graph_flag)
     context = numbers(seq_lens)
     assert context is not None
@@ -133,6 +129,7 @@ def compute_on_host(
     read, write = _first_states(values) if has_states else (None, None)
     return Computed(
         is_dummy=is_dummy,
+        num_rows=host.num_rows,
         num_tokens=num_tokens,
         shared=on_host(rows, host.is_prefill, profile.sparse_fields),
         query_start_host=own_start,
@@ -141,6 +138,7 @@ def compute_on_host(
         max_context=budget if is_dummy else longest,
         total_context=int(context.sum()),
         has_prior=_has_prior(host) if has_states and host.is_prefill else None,
+        has_prefix=_has_prefix(host),
         block_table=block_table,
         slot_mapping=_first_slots_on_host(positions, profile, groups, tables, values, rows, block_table),
         groups=values[: len(groups.sources)],
@@ -197,6 +195,11 @@ def _has_prior(host: AtomPass) -> torch.Tensor:
     return torch.from_numpy(prefix > 0)
 
 
+def _has_prefix(host: AtomPass) -> bool:
+    prefix = numbers(host.prefix_len)
+    return prefix is not None and highest(prefix) > 0
+
+
 def _is_strict(strict: bool | None, host: AtomPass, is_dummy: bool) -> bool:
     return not (is_dummy or host.graph_flag) if strict is None else strict and not is_dummy
 
@@ -237,6 +240,7 @@ def compute_by_plan(
     own_start = query_start_of(host)
     return Computed(
         is_dummy=sizes.is_dummy,
+        num_rows=host.num_rows,
         num_tokens=num_tokens,
         shared=of_plan(plan, host.is_prefill, torch.int64 if own_start.dtype == np.int64 else torch.int32),
         query_start_host=own_start,
@@ -245,6 +249,7 @@ def compute_by_plan(
         max_context=budget if sizes.is_dummy else sizes.max_context,
         total_context=sizes.total_context,
         has_prior=plan.shared.has_prior if groups.state_groups and host.is_prefill else None,
+        has_prefix=_has_prefix(host),
         block_table=first_table(host, profile, groups, max(sizes.max_context, 1)),
         slot_mapping=_first_slots(values),
         groups=values[: len(groups.sources)],
@@ -284,6 +289,7 @@ def compute_captured(
     upto_rows = buffers.upto(rows + 1, step.device)
     return Computed(
         is_dummy=False,
+        num_rows=rows,
         num_tokens=rows,
         shared=SharedValues(upto_rows, upto_rows[:rows], None, None),
         query_start_host=np.arange(rows + 1, dtype=np.int32),
@@ -292,6 +298,7 @@ def compute_captured(
         max_context=max_context,
         total_context=max_context * rows,
         has_prior=None,
+        has_prefix=False,
         block_table=_captured_table(host, profile, groups, buffers),
         slot_mapping=_first_slots(values),
         groups=values[: len(groups.sources)],

@@ -10,7 +10,8 @@ import torch
 
 from stepbind.plan.plan import CONV_CHUNK, Plan
 from stepbind.targets.atom.read import Offsets
-from stepbind.targets.atom.values import Rows
+from stepbind.targets.atom.values import Int32, Rows
+from stepbind.targets.atom.values import upto as upto64
 
 
 class SharedValues(NamedTuple):
@@ -23,15 +24,19 @@ class SharedValues(NamedTuple):
     span_end: torch.Tensor | None
 
 
-_UPTO = torch.arange(1024, dtype=torch.int32)
+_UPTO = [np.arange(1024, dtype=np.int32)]
+
+
+def upto32(count: int) -> Int32:
+    """0 .. count-1; nobody writes to it."""
+    if count > _UPTO[0].size:
+        _UPTO[0] = np.arange(2 * count, dtype=np.int32)
+    return _UPTO[0][:count]
 
 
 def upto(count: int) -> torch.Tensor:
     """0 .. count-1, int32 on the CPU; nobody writes to it."""
-    global _UPTO
-    if count > _UPTO.shape[0]:
-        _UPTO = torch.arange(2 * count, dtype=torch.int32)
-    return _UPTO[:count]
+    return torch.from_numpy(upto32(count))
 
 
 def on_host(rows: Rows, is_prefill: bool, with_tokens: bool) -> SharedValues:
@@ -39,7 +44,7 @@ def on_host(rows: Rows, is_prefill: bool, with_tokens: bool) -> SharedValues:
     query_start = torch.from_numpy(rows.query_start)
     if not with_tokens:
         return SharedValues(query_start, None, None, None)
-    row = torch.from_numpy(upto(rows.row.size).numpy().repeat(rows.query))
+    row = torch.from_numpy(upto32(rows.row.size).repeat(rows.query))
     if not is_prefill:
         return SharedValues(query_start, row, None, None)
     start = torch.from_numpy(rows.query_start[:-1].astype(np.int32).repeat(rows.query))
@@ -64,15 +69,17 @@ def _one_each(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 def conv_programs(query_start: Offsets, device: torch.device) -> tuple[dict[int, Any], torch.Tensor, torch.Tensor]:
     """Which row and which chunk of 8 tokens each program of ATOM's varlen convolution has (seed behaviour 10): counts
     by chunk size, and the two lists [max(1024, programs) * 2] int32 on the device, -1 behind the last program."""
-    counts = (query_start[1:] - query_start[:-1] + (CONV_CHUNK - 1)) // CONV_CHUNK  # of the offsets' dtype
+    counts = query_start[1:] - query_start[:-1]  # of the offsets' dtype
+    counts += CONV_CHUNK - 1
+    counts //= CONV_CHUNK
     end = counts.cumsum()
     total = end.item(-1)
-    row = np.arange(counts.size).repeat(counts)
+    row = upto64(counts.size).repeat(counts)
     lists = np.empty((2, 2 * max(1024, total)), dtype=np.int32)
     lists[:, total:] = -1
     lists[0, :total] = row
     chunk = lists[1, :total]
-    chunk[:] = upto(total).numpy()
+    chunk[:] = upto32(total)
     if counts.size > 1:
         chunk -= (end - counts).astype(np.int32).repeat(counts)
     if device.type == "cpu":

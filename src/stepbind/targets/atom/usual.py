@@ -1,241 +1,389 @@
-"""The usual passes in as few array operations as can be: what a serving engine binds thousands of times.
+"""The usual passes in as few operations as can be: what a serving engine binds thousands of times.
 
 They have their values on the host, every block in its place, and positions that count tokens; hybrids have tables in
-physical blocks. Whatever is otherwise goes the general way (`passes.compute_on_host`), which says what is wrong; tests
-hold the two together.
+physical blocks. Whatever is otherwise goes the general way (`read`, `passes.compute_on_host`), which says what is
+wrong; tests hold the two together.
+
+Between two binds a model runs, so all code and data here are cold: what costs is how many calls there are, and how many
+different ones, hardly how many rows. Numbers that stand in array operations are arrays themselves (`_number`), which
+halves an operation's cost; what fails to be usual is seen on the way.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from stepbind.groups import CacheGroup, GroupKind
+from stepbind.groups import GroupKind
 from stepbind.step import INT32_MAX
-from stepbind.targets.atom.computed import Computed
+from stepbind.targets.atom.computed import Computed, States, StateSlots
 from stepbind.targets.atom.groups import AtomGroups
 from stepbind.targets.atom.metadata import Profile
-from stepbind.targets.atom.read import AtomPass, numbers, one_each, prefix_of, query_start_of
-from stepbind.targets.atom.shared import SharedValues, upto
+from stepbind.targets.atom.read import one_each, read
+from stepbind.targets.atom.shared import SharedValues, upto, upto32
 from stepbind.targets.atom.tables import first_table, group_table
 from stepbind.targets.atom.values import GroupValues, Int32, Int64, highest, lowest
+from stepbind.targets.atom.values import upto as upto_wide
+
+Array = npt.NDArray[Any]
+_from_numpy = torch.from_numpy
+_INT32 = np.dtype(np.int32)
+_TABLE = "kv_cache_kernel_block_id_device"
+_COMMON = (_TABLE, f"{_TABLE}_by_group", "kv_cache_block_id_device", "kv_cache_layer_to_group")
+_of_decode = attrgetter("sequence_lengths", "sequence_lengths_plus_1_device", "cu_seqlens_device", *_COMMON)
+_of_prefill = attrgetter("input_lengths", "prefix_lengths", "prefix_lengths_device", "cu_seqlens_device", *_COMMON)
 
 
-def usual_pass(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: AtomGroups) -> Computed | None:
-    """None for a pass that is not usual."""
-    if groups.first_paged is None or host.graph_flag:
-        return None
-    return (_prefill if host.is_prefill else _decode)(host, positions, profile, groups)
+class UsualInputs(NamedTuple):
+    """What an eager pass is read from: tensors that are all on the host, and arrays over the same memory. Not looked at
+    yet: neither shapes nor dtypes nor values.
+
+    attn_inputs: of the first group. tensors, values: in decode the tokens in the cache, context lengths, offsets; in
+    prefill the new tokens, those in the cache (twice: the host's and the device's), offsets. tables, table_arrays: of
+    each group, or of the store for the first one, where it has one and `physical`; is_store_alike: whether that has the
+    shape of the group's own.
+    """
+
+    attn_inputs: Any
+    is_prefill: bool
+    tensors: list[torch.Tensor]
+    values: list[Array]
+    position: Array
+    layer_to_group: Array | None
+    tags: tuple[str, ...]
+    tables: list[torch.Tensor]
+    table_arrays: list[Array]
+    is_store_alike: bool
 
 
-def _decode(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: AtomGroups) -> Computed | None:
-    """One token a row, by the plus-one field."""
-    rows, context = host.num_rows, numbers(host.plus_one)
-    if context is None or positions.numel() != rows:
+def usual_inputs(inputs: Any, positions: torch.Tensor, *, physical: bool) -> UsualInputs | None:
+    """None for a pass in a graph, one that is not all on the host, and one whose inputs lack a field. All arrays are
+    made at once: the first one of several costs as much as the others together. physical: by `Profile`."""
+    try:
+        first, tags, is_store_alike = inputs.attention_inputs, (), True
+        others: list[Any] = []
+        if isinstance(first, Mapping):
+            tags = tuple(first)
+            first, *others = first.values()
+        if first.is_cuda_graph:
+            return None
+        is_prefill = first.is_prefill
+        *values, table, tables, store, to_group = (_of_prefill if is_prefill else _of_decode)(first)
+        if others or not tables:
+            tables = [table, *[each.kv_cache_kernel_block_id_device for each in others]]
+        if physical and store is not None and store.numel():
+            is_store_alike = store.shape == tables[0].shape
+            tables = [store, *tables[1:]]
+        given = [*values, positions, *tables] if to_group is None else [*values, positions, *tables, to_group]
+        arrays = list(map(torch.Tensor.numpy, given))
+    except (AttributeError, ValueError, TypeError):  # the last one for what is None, or on a GPU
         return None
-    token = context - 1
-    if not _are(positions, token) or (host.sequence_len is not None and not _are(host.sequence_len, token)):
+    count = len(values)
+    end = count + 1 + len(tables)
+    own, to_group = arrays[count + 1 : end], arrays[end] if end < len(arrays) else None
+    return UsualInputs(
+        first, is_prefill, values, arrays[:count], arrays[count], to_group, tags, tables, own, is_store_alike
+    )
+
+
+def usual_pass(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups) -> Computed | None:
+    """None for a pass that is not usual. inputs: what `given` was read from."""
+    if groups.first_paged < 0:
         return None
-    start = numbers(host.query_start if host.query_start_device is None else host.query_start_device)
-    if lowest(token) < 0 or (start is not None and start[-1] > 0):
+    return (_prefill if given.is_prefill else _decode)(given, inputs, profile, groups)
+
+
+def _decode(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups) -> Computed | None:
+    """One token a row, behind at least one in the cache, by the host's lengths and the plus-one field."""
+    token, context, start = given.values
+    first, rows = given.attn_inputs, token.size
+    if (
+        first.input_lengths.numel() != rows
+        or _size(first.prefix_lengths)
+        or not _are(given.position, token)
+        or not _are(context, token + _ONE)
+        or not start.size
+        or start.item(-1) > 0
+        or lowest(token) <= 0
+    ):
         return None
-    wide = token.astype(np.int64)
     longest = highest(context)
-    found = _found(host, profile, groups, longest, None, token, wide, wide)
-    if found is None:
+    tables = _tables(given, inputs, profile, groups, rows, longest)
+    if tables is None:
         return None
+    tokens = token.astype(np.int64) + (_LAST_AND_NEW if groups.state_groups else _NEW)
+    blocks = _blocks(tables, tokens, longest)
+    if blocks is None:
+        return None
+    slots = []
+    for index, size in zip(groups.paged, map(tables.sizes.__getitem__, groups.paged), strict=True):
+        number = _number(size)
+        slot = blocks[index, -1] * number
+        slot += tokens[-1] % number
+        slots.append(slot)
+    slot_tensors = list(map(_from_numpy, slots))
+    states = _states(blocks, groups, is_prefill=False)
     return Computed(
         is_dummy=False,
+        num_rows=rows,
         num_tokens=rows,
         shared=SharedValues(_one_each(rows), _rows(rows) if profile.sparse_fields else None, None, None),
         query_start_host=one_each(rows),
-        seq_lens=host.plus_one,  # type: ignore[arg-type]  # it has numbers
+        seq_lens=given.tensors[1],
         max_query=1,
         max_context=longest,
-        total_context=int(wide.sum()) + rows,
+        total_context=int(np.add.reduce(context)),
         has_prior=None,
-        block_table=found.block_table,
-        slot_mapping=found.slot_mapping,
-        groups=found.groups,
-        state_read=found.state_read,
-        state_write=found.state_write,
+        has_prefix=False,
+        block_table=tables.first,
+        slot_mapping=slot_tensors[groups.first_paged],
+        groups=UsualGroups(tables, groups, slot_tensors, states),
+        state_read=None if states is None else states.read.of(0),
+        state_write=None if states is None else states.write.of(0),
+        states=states,
     )
 
 
-def _prefill(host: AtomPass, positions: torch.Tensor, profile: Profile, groups: AtomGroups) -> Computed | None:
-    """At least one token a row, by prefix and input lengths."""
-    rows, tokens = host.num_rows, positions.numel()
-    prior, new, start = numbers(prefix_of(host, device_first=True)), numbers(host.input_len), query_start_of(host)
-    if prior is None or new is None or start.size != rows + 1 or start[-1] != tokens:
+def _prefill(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups) -> Computed | None:
+    """At least one token a row, by the host's lengths, the same ones on the device, and the offsets."""
+    if profile.prefill_context_is_plus_one and _size(given.attn_inputs.sequence_lengths_plus_1_device):
         return None
-    if (profile.prefill_context_is_plus_one and host.plus_one is not None) or lowest(prior) < 0:
+    new, prior, prior_device, start = given.values
+    position = given.position
+    rows, tokens = new.size, position.size
+    if (
+        not new.dtype == start.dtype == _INT32
+        or start.size != rows + 1
+        or start.item(-1) != tokens
+        or not _are(prior_device, prior)
+        or lowest(prior) < 0
+    ):
         return None
-    if host.prefix_len is not None and not _are(host.prefix_len, prior):
-        return None
-    query = start[1:] - start[:-1]
+    begin = start[:-1]
+    query = start[1:] - begin
     if lowest(query) <= 0:
         return None
-    count = upto(tokens + 1)
-    token = (prior - start[:-1]).astype(np.int32).repeat(query)
-    token += count.numpy()[:-1]
-    if not _are(positions, token):
+    if rows == 1:
+        token = upto32(prior.item(0) + tokens)[prior.item(0) :]
+    else:
+        token = (prior - begin).repeat(query)  # from a token's place in the pass to its number in the row
+        token += upto32(tokens)
+    if not _are(position, token):
         return None
-    row = _rows(rows).numpy().repeat(query)
-    wide = prior.astype(np.int64)
-    last = wide + query
-    last -= 1
-    context = prior + new
-    longest = highest(context)
-    found = _found(host, profile, groups, longest, row, token, wide, last)
-    if found is None:
+    context, end = prior + new, prior + query
+    longest, last = highest(context), highest(end)
+    tables = _tables(given, inputs, profile, groups, rows, longest)
+    if tables is None:
         return None
-    shared = SharedValues(torch.from_numpy(start), None, None, None)
+    blocks = None
+    has_prior = prior > 0
+    if groups.state_groups:
+        fresh = None if lowest(prior) else prior == 0
+        pair = np.empty((2, rows), dtype=np.int64)
+        pair[0], pair[1] = prior, end
+        if fresh is not None:
+            pair[0, fresh] = end[fresh]
+        pair -= _ONE
+        blocks = _blocks(tables, pair, last)
+        if blocks is None:
+            return None
+        if fresh is not None:
+            blocks[:, 0, fresh] = -1
+    slots = []
+    for index in groups.paged:
+        slot = _slots(tables, index, prior, end, begin, tokens, last)
+        if slot is None:
+            return None
+        slots.append(slot)
+    shared = SharedValues(given.tensors[3], None, None, None)
     if profile.sparse_fields:
-        spans = torch.from_numpy(start[:-1].astype(np.int32).repeat(query)), count[1:]
-        shared = SharedValues(shared.query_start, torch.from_numpy(row), *spans)
+        row = upto32(rows).repeat(query)
+        spans = _from_numpy(begin.repeat(query)), upto(tokens + 1)[1:]
+        shared = SharedValues(shared.query_start, _from_numpy(row), *spans)
+    slot_tensors = list(map(_from_numpy, slots))
+    states = _states(blocks, groups, is_prefill=True)
     return Computed(
         is_dummy=False,
+        num_rows=rows,
         num_tokens=tokens,
         shared=shared,
         query_start_host=start,
-        seq_lens=torch.from_numpy(context),
+        seq_lens=_from_numpy(context),
         max_query=highest(query),
         max_context=longest,
-        total_context=int(context.sum()),
-        has_prior=torch.from_numpy(prior > 0) if groups.state_groups else None,
-        block_table=found.block_table,
-        slot_mapping=found.slot_mapping,
-        groups=found.groups,
-        state_read=found.state_read,
-        state_write=found.state_write,
+        total_context=int(np.add.reduce(context)),
+        has_prior=_from_numpy(has_prior) if groups.state_groups else None,
+        has_prefix=highest(prior) > 0,
+        block_table=tables.first,
+        slot_mapping=slot_tensors[groups.first_paged],
+        groups=UsualGroups(tables, groups, slot_tensors, states),
+        state_read=None if states is None else states.read.of(0),
+        state_write=None if states is None else states.write.of(0),
+        states=states,
     )
 
 
-class _Found(NamedTuple):
-    """What the tables of a pass hold. groups: values of each. The others: fields of the first group."""
+class _Tables(NamedTuple):
+    """first: the first group's, as the reference's field has it. Of each of `AtomGroups.sources`: own [B, C], the same
+    as an array, and the tokens of an entry. An entry is good from `lowest` on and below `end`, in all of them."""
 
-    groups: tuple[GroupValues, ...]
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    state_read: torch.Tensor | None
-    state_write: torch.Tensor | None
+    first: torch.Tensor
+    own: list[torch.Tensor]
+    arrays: list[Int32]
+    sizes: tuple[int, ...]
+    lowest: int
+    end: int
 
 
-_NO_STATES: tuple[torch.Tensor, ...] = ()
-
-
-def _found(
-    host: AtomPass,
-    profile: Profile,
-    groups: AtomGroups,
-    longest: int,
-    row: Int32 | None,
-    token: Int32,
-    prior: Int64,
-    last: Int64,
-) -> _Found | None:
-    """longest: context of any row. row, token: [T] of each new token; row None: one token a row. prior: [B] tokens in
-    the cache. last: [B] number of the last new token. None where a block is missing."""
-    first = groups.first_paged
-    assert first is not None
-    ids = [1] * len(groups.sources)  # in a block
+def _tables(
+    given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups, rows: int, longest: int
+) -> _Tables | None:
+    sources, sizes, least, end = groups.sources, groups.sizes, 1, groups.fewest_blocks
     if groups.has_kernel_blocks:
-        given = [group_table(source, host, profile, longest) for source in groups.sources]
-        tables, ids = [each.blocks for each in given], [each.ids_per_block for each in given]
+        host = read(inputs)
+        chosen = [group_table(source, host, profile, longest) for source in sources]
+        ids = [table.ids_per_block for table in chosen]
         if groups.state_groups and max(ids) > 1:
             return None
-        block_table = first_table(host, profile, groups, longest)
+        own, first = [table.blocks for table in chosen], first_table(host, profile, groups, longest)
+        sizes, least = tuple([table.tokens_per_entry for table in chosen]), max(ids)
+        end = min([source.group.num_blocks * each for source, each in zip(sources, ids, strict=True)])
+        arrays = [table.numpy() for table in own]
+    elif not given.is_store_alike:
+        return None
     else:
-        tables = [host.tables[source.table] for source in groups.sources]
-        if profile.physical_table and host.store is not None:
-            tables = [host.store if s.table == 0 else table for s, table in zip(groups.sources, tables, strict=True)]
-        block_table = tables[first]
-    arrays = [table.numpy() for table in tables]
-    blocks, states = None, _NO_STATES
-    if groups.state_groups:
-        blocks = _blocks_of_states(arrays, groups, prior, last)
-        if blocks is None:
+        own, first = [given.tables[source.table] for source in sources], given.tables[0]
+        arrays = [given.table_arrays[source.table] for source in sources]
+    for array in arrays:
+        shape = array.shape
+        if len(shape) != 2 or shape[0] != rows or array.dtype != _INT32 or not array.flags.c_contiguous:
             return None
-        states = torch.from_numpy(blocks).unbind()  # [groups * 2] of [B]
-    slot: Int64 | None
-    values = []
-    for index, (source, table) in enumerate(zip(groups.sources, tables, strict=True)):
-        number, group = source.table, source.group
-        if group.kind is GroupKind.STATE:
-            read, write = states[2 * index], states[2 * index + 1]
-            values.append(GroupValues(number, group.kind, group.layers, table, None, read, write))
-            continue
-        if row is None and blocks is not None:
-            slot = blocks[2 * index + 1].astype(np.int64) * group.block_size
-            slot += token % group.block_size
-        else:
-            slot = _slots(arrays[index], group, ids[index], row, token)
-            if slot is None:
-                return None
-        values.append(GroupValues(number, group.kind, group.layers, table, torch.from_numpy(slot)))
-    slot_mapping = values[first].slot_mapping
-    assert slot_mapping is not None
-    pair = (states[2 * first], states[2 * first + 1]) if states else (None, None)
-    return _Found(tuple(values), block_table, slot_mapping, *pair)
+    return _Tables(first, own, arrays, sizes, least, end)
 
 
-def _blocks_of_states(tables: list[Int32], groups: AtomGroups, prior: Int64, last: Int64) -> Int32 | None:
-    """[groups * 2, B] blocks: for each table that of the last token in the cache (-1 where there is none) and that of
-    the last new one. Places are found once for all tables of the same shape and block size."""
-    rows = last.size
-    blocks = np.empty((2 * len(tables), rows), dtype=np.int32)
-    tokens = np.empty((2, rows), dtype=np.int64)
-    np.subtract(prior, 1, out=tokens[0])
-    tokens[1] = last
-    fresh = None
-    if lowest(prior) == 0:
-        fresh = prior == 0
-        tokens[0][fresh] = last[fresh]
+def _blocks(tables: _Tables, tokens: Int64, longest: int) -> Int32 | None:
+    """[groups, n, B] entries of the tables for `tokens`, n of each row, the last of which is `longest` - 1. None where
+    one is missing. Places are found once for all tables of the same columns and size."""
+    count, rows = tokens.shape
+    blocks = np.empty((len(tables.arrays), count, rows), dtype=np.int32)
     places: dict[tuple[int, int], Int64] = {}
-    for index, (source, table) in enumerate(zip(groups.sources, tables, strict=True)):
-        columns, size = table.shape[1], source.group.block_size
+    for out, table, size in zip(blocks, tables.arrays, tables.sizes, strict=True):
+        columns = table.shape[1]
         at = places.get((columns, size))
         if at is None:
-            at = tokens // size
-            if highest(at) >= columns:
+            if longest > columns * size:
                 return None
+            at = places[columns, size] = tokens // _number(size)
             at += _row_starts(rows, columns)
-            places[columns, size] = at
-        table.take(at, out=blocks[2 * index : 2 * index + 2], mode="clip")
-    if lowest(blocks) <= 0 or highest(blocks) >= groups.fewest_blocks:
+        table.take(at, out=out, mode="clip")
+    if lowest(blocks) < tables.lowest or highest(blocks) >= tables.end:
         return None
-    if fresh is not None:
-        blocks[::2, fresh] = -1
     return blocks
 
 
-def _slots(table: Int32, group: CacheGroup, ids: int, row: Int32 | None, token: Int32) -> Int64 | None:
-    """[T] slots of tokens by a table of `ids` ids a block, in 32 bits while that is enough: it is several times as
-    fast."""
-    columns, size, num_blocks = table.shape[1], group.block_size // ids, group.num_blocks * ids
-    column = token // size
-    if highest(column) >= columns or max(num_blocks * size, table.size) > INT32_MAX:
+def _slots(
+    tables: _Tables, index: int, prior: Int32, end: Int32, begin: Int32, tokens: int, longest: int
+) -> Int64 | None:
+    """[T] slots of tokens `prior` .. `end` - 1 of each row, which begin at `begin` in the pass. Block by block: within
+    one, slots count as tokens do. None where a block is missing."""
+    table, size = tables.arrays[index], tables.sizes[index]
+    rows, columns = table.shape
+    if longest > columns * size or max(tables.end, tokens) * size > INT32_MAX:
         return None
-    at = (_rows(token.size).numpy() if row is None else row) * columns
-    at += column
-    slot: Int32 = table.take(at)
-    if lowest(slot) < group.first_block * ids or highest(slot) >= num_blocks:
+    number = _number32(size)
+    column = prior // number  # of each row, its first one
+    count = (end - _ONE) // number
+    count -= column
+    count += _ONE
+    ends = np.add.accumulate(count, dtype=np.int32)
+    behind = ends - count
+    total = ends.item(-1)
+    column -= behind
+    at = (column + _row_starts(rows, columns)).repeat(count)
+    at += upto32(total)
+    block = table.take(at)
+    if lowest(block) < tables.lowest or highest(block) >= tables.end:
         return None
-    slot -= column
-    slot *= size
-    slot += token
-    return slot.astype(np.int64)
+    column *= number
+    column -= prior
+    column += begin
+    edge = column.repeat(count)  # where in the pass each block's first slot would be
+    edge += upto32(total) * number
+    block *= number
+    block -= edge
+    edge[behind] = begin  # a row's first block is entered behind its first slot
+    length = np.empty_like(edge)
+    np.subtract(edge[1:], edge[:-1], out=length[:-1])
+    length[-1] = tokens - edge.item(-1)
+    slot = block.astype(np.int64).repeat(length)
+    slot += upto_wide(tokens)
+    return slot
 
 
-def _are(tensor: torch.Tensor, values: Int32) -> bool:
-    """Whether a tensor on the host has these values, as int32 or int64."""
-    array = tensor.numpy()
-    if array.dtype != np.int32:
+def _states(blocks: Int32 | None, groups: AtomGroups, *, is_prefill: bool) -> States | None:
+    """blocks: [groups, 2, B], of the last token in the cache and of the last new one."""
+    if blocks is None or not groups.state_groups:
+        return None
+    index_of = groups.state_index
+    return States(StateSlots(blocks, 0, index_of, is_prefill), StateSlots(blocks, 1, index_of, is_prefill))
+
+
+class UsualGroups(Sequence[GroupValues]):
+    """Values of each group, made when they are first looked at: ATOM's own layers read the metadata's fields."""
+
+    def __init__(self, tables: _Tables, groups: AtomGroups, slots: list[torch.Tensor], states: States | None) -> None:
+        self._of = tables, groups, slots, states
+
+    @cached_property
+    def _values(self) -> tuple[GroupValues, ...]:
+        tables, groups, slots, states = self._of
+        of_paged = dict(zip(groups.paged, slots, strict=True))
+        values = []
+        for index, (source, table) in enumerate(zip(groups.sources, tables.own, strict=True)):
+            number, group = source.table, source.group
+            values.append(GroupValues(number, group.kind, group.layers, table, of_paged.get(index)))
+            if states is not None and group.kind is GroupKind.STATE:
+                read, write = states.read.of(number), states.write.of(number)
+                values[-1] = values[-1]._replace(state_read=read, state_write=write)
+        return tuple(values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._values[index]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _are(array: Array, values: Int32) -> bool:
+    """Whether an array has these values, as int32 or int64."""
+    if array.dtype != _INT32:
         return array.dtype == np.int64 and array.shape == values.shape and bool((array == values).all())
-    return array.tobytes() == values.tobytes()
+    return values.dtype == _INT32 and array.tobytes() == values.tobytes()
+
+
+def _size(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel()
+
+
+_ONE = np.array(1, dtype=np.int32)
+_LAST_AND_NEW, _NEW = np.array([[-1], [0]]), np.array([[0]])
+"""Added to the number of a new token: itself, behind the one before it where there are states."""
+
+
+@lru_cache(maxsize=64)
+def _number(value: int) -> Int64:
+    return np.array(value)
+
+
+@lru_cache(maxsize=64)
+def _number32(value: int) -> Int32:
+    return np.array(value, dtype=np.int32)
 
 
 @lru_cache(maxsize=1024)
