@@ -49,8 +49,8 @@ def library_products() -> None:
     linear.ENABLED = False
 
 
-def one_launch_a_weight() -> None:
-    graphs.JOINED_PRODUCTS = False
+def weights_joined() -> None:
+    graphs.JOINED_PRODUCTS = True
 
 
 def nothing_asked_for_early() -> None:
@@ -64,14 +64,13 @@ def token_step_in_parts() -> None:
 def without_all() -> None:
     all_start_late()
     library_products()
-    one_launch_a_weight()
     token_step_in_parts()
     triton_attention.STAGES = 3  # one tile under way
 
 
 VARIANTS: dict[str, Callable[[], None]] = {
     "compiled layers start late": layers_start_late,
-    "one launch for each weight": one_launch_a_weight,
+    "one launch for weights of one input": weights_joined,
     "weights of tiles not asked for early": nothing_asked_for_early,
     "the library's products": library_products,
     "DeltaNet token step in parts": token_step_in_parts,

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepbind.ops.join_linear import JoinLinear
+from stepbind.ops.join_linear import JOIN_LINEAR
 from stepbind.ops.linear import ARRIVALS, few_rows_linear, joined_linear
 
 INPUTS = [torch.randn(shape) for shape in ((1, 3, 16), (1, 3, 16), (24, 16), (24, 16), (16, 24), (24,))]
@@ -44,7 +44,7 @@ def test_products_of_one_input_and_given_weights_are_joined(
     compute: Callable[..., torch.Tensor], singles: int, joined: int
 ) -> None:
     module = make_fx(compute, tracing_mode="fake")(*INPUTS)
-    JoinLinear()(module.graph)
+    JOIN_LINEAR(module.graph)
     module.graph.lint()
     module.recompile()
     assert calls(module.graph, torch.ops.stepbind.few_rows_linear.default) == singles

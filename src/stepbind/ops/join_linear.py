@@ -34,6 +34,10 @@ class JoinLinear(CustomGraphPass):
         return get_hash_for_files((str(Path(__file__)),))
 
 
+JOIN_LINEAR = JoinLinear()
+"""The one instance: torch.compile takes a layer for another one, and compiles it again, when its options differ."""
+
+
 def _join(graph: Graph, nodes: list[Node]) -> None:
     """Put one call where the first of the products stands, and its results in their places."""
     x, _, _, arrived = nodes[0].args

@@ -21,7 +21,7 @@ from stepbind.bind import bind
 from stepbind.caches import Caches
 from stepbind.hosts.local.rows import DecodeRows
 from stepbind.models.experts import capturable_experts, has_experts
-from stepbind.ops.join_linear import JoinLinear
+from stepbind.ops.join_linear import JOIN_LINEAR
 from stepbind.ops.linear import ARRIVALS, few_rows_linears, serves_model
 from stepbind.plan import Arena, build_plan
 from stepbind.step import Lengths, Phase, Step, make_step
@@ -30,8 +30,9 @@ EARLY_LAYERS = True
 """Whether the kernels that torch.compile makes start before their predecessor has ended, as `ops.triton_pdl` has it.
 torch does so on NVIDIA GPUs since Hopper alone. Never with experts: a kernel of torch's that reads nothing does not
 wait, and routers have such kernels (zeros to scatter into), so that a third one could start too early."""
-JOINED_PRODUCTS = True
-"""Whether products of one input that torch.compile finds in a layer share a launch; False to compare."""
+JOINED_PRODUCTS = False
+"""Whether products of one input that torch.compile finds in a layer share a launch. Their numbers are those of launches
+of their own (tests/gpu); what a whole step gains was not measured yet."""
 WARMUPS = 2
 """Passes before a capture: kernels are compiled and libraries set up in them, which a capture cannot."""
 
@@ -161,7 +162,7 @@ def inductor_options(model: Any, rows: int) -> dict[str, Any]:
     options: dict[str, Any] = {"triton.enable_pdl": True} if EARLY_LAYERS and not has_experts(model) else {}
     ours = serves_model(model, rows)
     if ours and JOINED_PRODUCTS:
-        options["post_grad_custom_pre_pass"] = JoinLinear()
+        options["post_grad_custom_pre_pass"] = JOIN_LINEAR
     if rows == 1 and not ours:
         options["coordinate_descent_tuning"] = True
     return options
