@@ -29,7 +29,8 @@ from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import AtomPass, read
 from stepbind.targets.atom.states import state_slots_of_layer
-from stepbind.targets.atom.usual import UsualInputs, usual_inputs, usual_pass
+from stepbind.targets.atom.usual import usual_pass
+from stepbind.targets.atom.usual_inputs import UsualInputs, usual_inputs
 
 
 @dataclass(frozen=True)
