@@ -279,7 +279,7 @@ def _usual(
     profile: Profile, kept: Kept, runtime: Any, inputs: Any, positions: torch.Tensor
 ) -> tuple[UsualInputs, AtomGroups, Computed] | None:
     """A pass of the usual kind on the CPU; None for others, good or bad."""
-    if atom.capturing():
+    if not positions.is_cpu or atom.capturing():
         return None
     given = usual_inputs(inputs, positions, physical=profile.physical_table)
     numbers = None if given is None else kept_numbers(kept, given.layer_to_group)
