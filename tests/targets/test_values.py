@@ -16,7 +16,8 @@ from stepbind.targets.atom.kept import kept_on, update_groups
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import PlanBuffers, compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import read
-from stepbind.targets.atom.usual import usual_inputs, usual_pass
+from stepbind.targets.atom.usual import usual_pass
+from stepbind.targets.atom.usual_inputs import usual_inputs
 from tests.targets.atom_double.modules import atom_installed
 from tests.targets.atom_double.passes import (
     hybrid_model,

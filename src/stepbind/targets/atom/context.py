@@ -29,7 +29,8 @@ from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import AtomPass, read
 from stepbind.targets.atom.states import state_slots_of_layer
-from stepbind.targets.atom.usual import UsualInputs, usual_inputs, usual_pass
+from stepbind.targets.atom.usual import usual_pass
+from stepbind.targets.atom.usual_inputs import UsualInputs, usual_inputs
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ def _usual(
     profile: Profile, kept: Kept, runtime: Any, inputs: Any, positions: torch.Tensor
 ) -> tuple[UsualInputs, AtomGroups, Computed] | None:
     """A pass of the usual kind on the CPU; None for others, good or bad."""
-    if atom.capturing():
+    if not positions.is_cpu or atom.capturing():
         return None
     given = usual_inputs(inputs, positions, physical=profile.physical_table)
     numbers = None if given is None else kept_numbers(kept, given.layer_to_group)
