@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from stepbind import cli
+from stepbind.demo.questions import Question
+from stepbind.demo.recall import draw_questions
 from stepbind.hosts.local import compare
 from stepbind.models import gated_delta as forward
 from stepbind.tiny import save_tiny
+from tests.demo import made
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +95,7 @@ def test_a_prompt_that_cannot_be_served_fails_alone(run: Run, checkpoint: Path) 
     ("arguments", "message"),
     [
         (["hi", "--temperature", "1", "--compare"], "--temperature: got 1.0, expected 0 with --compare"),
-        ([], "prompts: got none, expected at least one PROMPT or a --prompts-file"),
+        ([], "expected at least one PROMPT or a --prompts-file"),
         (["hi", "--dtype", "int3"], "dtype: got 'int3', expected one of auto, float32"),
         (["hi", "--kernel-block-size", "5"], "kernel_block_size: got 5, expected a divisor of block_size 16"),
     ],
@@ -103,6 +107,52 @@ def test_a_call_that_makes_no_sense_is_one_line_and_exit_2(
     assert result.code == 2
     assert message in result.err
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "checkpoint", "prompts"),
+    [
+        ([], "hybrid", []),
+        (["Once upon a time."], "hybrid", ["Once upon a time."]),
+        (["Two words", "and", "more"], "hybrid", ["Two words", "and", "more"]),
+        (["sparse-mla", "Once"], "sparse-mla", ["Once"]),
+        (["gpt2"], "gpt2", []),
+        (["owner/name", "Two words"], "owner/name", ["Two words"]),
+        (["./no such place", "Two words"], "./no such place", ["Two words"]),
+        (["~/no such place"], "~/no such place", []),
+        (["x " * 5000], "hybrid", ["x " * 5000]),
+    ],
+)
+def test_the_first_argument_is_the_checkpoint_where_it_can_be_one(
+    given: list[str], checkpoint: str, prompts: list[str]
+) -> None:
+    assert cli.checkpoint_and_prompts(given) == (checkpoint, prompts)
+
+
+def test_a_directory_with_a_space_in_its_name_is_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli.checkpoint_and_prompts(["my model", "hi"]) == ("my model", ["hi"])
+
+
+def test_generate_without_a_checkpoint_takes_the_hybrid_one(
+    run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "shipped_checkpoint", {"hybrid": checkpoint}.__getitem__)
+    with_it = run("generate", checkpoint, "Hello you", "--max-new-tokens", 8)
+    assert run("generate", "Hello you", "--max-new-tokens", 8).out == with_it.out
+    assert run("generate", "hybrid", "Hello you", "--max-new-tokens", 8).out == with_it.out
+    (tmp_path / "prompts.txt").write_text("Hello you\n")
+    assert run("generate", "--prompts-file", "prompts.txt", "--max-new-tokens", 8).out == with_it.out
+
+
+def test_one_word_alone_is_a_checkpoint_without_prompts(run: Run) -> None:
+    result = run("generate", "Hello")
+    assert result.code == 2
+    assert "prompts: got none behind the CHECKPOINT 'Hello', expected at least one PROMPT" in result.err
 
 
 def test_a_checkpoint_that_is_not_there(run: Run, tmp_path: Path) -> None:
@@ -123,6 +173,60 @@ def test_doctor_says_versions_devices_and_kernels(run: Run) -> None:
     assert result.code == 0
     for word in ("torch", "transformers", "device: cpu", "gated delta rule", "latent attention", "indexer"):
         assert word in result.out
+
+
+@pytest.fixture(scope="module")
+def reads_stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.save(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def short_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No long ones in the table: they take their time."""
+
+    def drawn(*arguments: object) -> list[Question]:
+        return [question for question in draw_questions(*arguments) if question.wanted <= 64]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cli, "draw_questions", drawn)
+
+
+@pytest.mark.usefixtures("short_questions")
+def test_demo_tells_asks_and_counts(run: Run, reads_stories: Path) -> None:
+    result = run("demo", "--checkpoint", reads_stories, "--questions", 2)
+    assert result.code == 0
+    assert result.err == ""
+    assert "FAULT" not in result.out
+    assert "Once upon a time." in result.out
+    assert len(re.findall(r"^Q: ", result.out, re.MULTILINE)) == 4
+    for column in ("as one chunk", "in chunks of 100", "after a prefix hit"):
+        assert column in result.out
+    assert result.out.count("(0/6)") == 3
+    assert result.out == run("demo", "--checkpoint", reads_stories, "--questions", 2).out
+
+
+@pytest.mark.usefixtures("short_questions")
+def test_demo_says_first_which_fault_is_switched_on(run: Run, reads_stories: Path) -> None:
+    result = run("demo", "--break", "state", "--checkpoint", reads_stories, "--questions", 1)
+    assert result.code == 0
+    assert result.out.startswith("FAULT SWITCHED ON: state.")
+    assert "Recall with the fault 'state'" in result.out
+    assert result.out.count("(0/3)") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--break", "nothing"], "fault: got 'nothing', expected one of state, slot, padding"),
+        (["nobody"], "checkpoint: got 'nobody', expected one of hybrid, sparse-mla"),
+    ],
+)
+def test_a_demo_of_something_unknown_is_one_line_and_exit_2(
+    run: Run, reads_stories: Path, arguments: list[str], message: str
+) -> None:
+    result = run("demo", *arguments, "--checkpoint", reads_stories)
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.count("\n") == 1
 
 
 def test_python_m_stepbind_is_the_same_command() -> None:

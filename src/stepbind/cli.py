@@ -1,14 +1,16 @@
-"""The command line: `stepbind generate`, `stepbind models`, `stepbind doctor`."""
+"""The command line: `stepbind generate`, `stepbind demo`, `stepbind models`, `stepbind doctor`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -16,6 +18,12 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from stepbind import doctor as doctor_report
+from stepbind.demo import show
+from stepbind.demo.faults import FAULTS
+from stepbind.demo.recall import draw_questions
+from stepbind.demo.shipped import SHIPPED, shipped_checkpoint
+from stepbind.demo.stories import NAMED
+from stepbind.demo.ways import columns, load, ways
 from stepbind.errors import StepError
 from stepbind.hosts.local import Completion, EngineOptions, LocalEngine, SamplingParams
 from stepbind.hosts.local.compare import Agreement, compare
@@ -40,8 +48,15 @@ def main() -> None:
 
 @app.command()
 def generate(
-    checkpoint: Annotated[str, typer.Argument(help="Directory (or hub name) of a transformers checkpoint.")],
-    prompt: Annotated[list[str] | None, typer.Argument(help="Texts to continue.")] = None,
+    given: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CHECKPOINT] [PROMPT]...",
+            help="A transformers checkpoint (its directory, its hub name, or one that comes with stepbind: "
+            f"{', '.join(SHIPPED)}), and texts to continue. CHECKPOINT can be left out before a PROMPT of more than "
+            f"one word, and with prompts from a file: it is {SHIPPED[0]} then.",
+        ),
+    ] = None,
     prompts_file: Annotated[
         Path | None, typer.Option(help="One prompt a line, after those given.", exists=True, dir_okay=False)
     ] = None,
@@ -68,9 +83,11 @@ def generate(
     """Continue prompts on engine-owned cache blocks."""
     if against and temperature != 0:
         raise StepError("--temperature", temperature, "0 with --compare: sampled tokens have nothing to equal")
-    prompts = (prompt or []) + (prompts_file.read_text().splitlines() if prompts_file else [])
+    checkpoint, prompts = checkpoint_and_prompts(given or [])
+    prompts += prompts_file.read_text().splitlines() if prompts_file else []
     if not prompts:
-        raise StepError("prompts", "none", "at least one PROMPT or a --prompts-file")
+        what = f"none behind the CHECKPOINT {checkpoint!r}" if given else "none"
+        raise StepError("prompts", what, "at least one PROMPT or a --prompts-file")
     sampling = SamplingParams(
         max_tokens=max_new_tokens,
         temperature=temperature,
@@ -90,7 +107,7 @@ def generate(
         poison=poison,
     )
     with _loading(checkpoint):
-        engine = LocalEngine.from_pretrained(checkpoint, options=options, dtype=dtype, device=device)
+        engine = LocalEngine.from_pretrained(located(checkpoint), options=options, dtype=dtype, device=device)
     with engine:
         completions = _generate(engine, prompts, sampling)
     agreements: list[Agreement | None] = [None] * len(prompts)
@@ -105,6 +122,35 @@ def generate(
     failed = any(completion.error for completion in completions)
     if failed or any(agreement is not None and not agreement.equal for agreement in agreements):
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def demo(
+    name: Annotated[str, typer.Argument(help=f"Which checkpoint: {' or '.join(SHIPPED)}.")] = SHIPPED[0],
+    fault: Annotated[
+        str | None, typer.Option("--break", help=f"Switch a known fault on, in a shim for tests: {', '.join(FAULTS)}.")
+    ] = None,
+    questions: Annotated[int, typer.Option(help="Questions in the table, at each distance.", min=1)] = 2,
+    seed: Annotated[int, typer.Option(help="Of the story and the questions.", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Another checkpoint that learned the same stories.", file_okay=False)
+    ] = None,
+) -> None:
+    """Tell a story, ask about it, and count right answers by how long ago the telling was."""
+    if name not in SHIPPED:
+        raise StepError("checkpoint", repr(name), f"one of {', '.join(SHIPPED)}")
+    if device == "cpu":
+        torch.set_num_threads(1)  # these layers are too small to share: with a second core busy, two take longer
+    with _loading(name):
+        subject = load(checkpoint or shipped_checkpoint(name), fault=fault, device=device)
+    if fault is not None:
+        stdout.print(show.fault_line(fault))
+    show.converse(stdout, subject, NAMED[name], seed)
+    drawn = draw_questions(subject.tokenizer, questions, NAMED[name], seed)
+    with _bar("Asking", "questions", len(drawn) * ways(subject)) as came:
+        found = list(columns(subject, drawn, came))
+    stdout.print(show.recall_table(found, fault))
 
 
 @app.command()
@@ -131,14 +177,39 @@ def doctor() -> None:
     stdout.print(kernels)
 
 
+def checkpoint_and_prompts(given: list[str]) -> tuple[str, list[str]]:
+    """The first argument is the checkpoint, unless it cannot be one: no directory, no path, and with a space in it,
+    which no hub name has. Then it is the first prompt, and the checkpoint one that comes with stepbind."""
+    if not given:
+        return SHIPPED[0], []
+    first = given[0]
+    is_place = os.path.isdir(first) or first.startswith((".", "/", "~"))
+    if not is_place and any(character.isspace() for character in first):
+        return SHIPPED[0], given
+    return first, given[1:]
+
+
+def located(checkpoint: str) -> str | Path:
+    """A shipped checkpoint's directory for its name, unless a directory here has that name."""
+    return shipped_checkpoint(checkpoint) if checkpoint in SHIPPED and not Path(checkpoint).is_dir() else checkpoint
+
+
 def _generate(engine: LocalEngine, prompts: list[str], sampling: SamplingParams) -> list[Completion]:
     """Generate, with a bar where somebody watches."""
+    with _bar("Generating", "tokens", len(prompts) * sampling.max_tokens) as came:
+        return engine.generate(prompts, sampling, on_token=lambda delta: came(1))
+
+
+@contextmanager
+def _bar(doing: str, unit: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A bar where somebody watches; what is given is called with how many more are done."""
     if not stderr.is_terminal:
-        return engine.generate(prompts, sampling)
-    columns = (SpinnerColumn(), TextColumn("Generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        yield lambda count: None
+        return
+    columns = (SpinnerColumn(), TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr, transient=True) as progress:
-        task = progress.add_task("tokens", total=len(prompts) * sampling.max_tokens)
-        return engine.generate(prompts, sampling, on_token=lambda delta: progress.advance(task))
+        task = progress.add_task(unit, total=total)
+        yield lambda count: progress.advance(task, count)
 
 
 @contextmanager
@@ -188,5 +259,4 @@ def _print(prompt: str, completion: Completion, agreement: Agreement | None) -> 
 
 def _escaped(text: str) -> str:
     """Text as it is, without what would be markup or move the cursor."""
-    shown = "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
-    return shown.replace("[", "\\[")
+    return show.printable(text).replace("[", "\\[")

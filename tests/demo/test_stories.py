@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepbind.demo.questions import DISTANCES, draw_question
-from stepbind.demo.stories import OPENING, Part, Piece, story_pieces
+from stepbind.demo.questions import DISTANCES, draw_conversation, draw_question
+from stepbind.demo.stories import KINDS, OPENING, Part, Piece, story_pieces
 from stepbind.demo.words import NAMES
 
 NAME = "|".join(NAMES)
@@ -131,6 +131,19 @@ def test_a_question_asks_for_what_was_told_so_far_back(distance: int) -> None:
         ]
         before = [end for end, text in zip(ends, sentences, strict=True) if _changes(told, text, asked)]
         assert abs(min(before) - question.distance) <= 2 or question.asked.kind == "together"
+
+
+def test_a_conversation_asks_one_story_for_everything() -> None:
+    for seed in range(8):
+        questions = draw_conversation(seed, 256, 0.4, words)
+        assert questions == draw_conversation(seed, 256, 0.4, words)
+        [story] = {question.prompt.removesuffix(question.asked.prompt) for question in questions}
+        reader = Reader()
+        reader.read(story)
+        for question in questions:
+            assert reader.answer(question.asked.question) == question.asked.value
+        assert sorted(question.asked.kind for question in questions) == sorted(KINDS)
+        assert 0.8 * 256 <= questions[0].distance <= questions[0].wanted == 256
 
 
 def _changes(reader: Reader, sentence: str, asked: str) -> bool:

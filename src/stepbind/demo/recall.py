@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stepbind.demo.questions import DISTANCES, Question, draw_question
 from stepbind.demo.stories import STOP
-from stepbind.hosts.local import Completion, LocalEngine, SamplingParams
+from stepbind.hosts.local import Completion, Delta, LocalEngine, SamplingParams
 
 ANSWER_TOKENS = 24
 """New tokens an answer may take. A true one takes fewer (`tests/demo/test_recall.py`)."""
@@ -44,10 +44,16 @@ def draw_questions(
     ]
 
 
-def answer(engine: LocalEngine, prompts: Sequence[str], *, return_logits: bool = False) -> list[Completion]:
-    """The engine's greedy answers, one line each."""
+def answer(
+    engine: LocalEngine,
+    prompts: Sequence[str],
+    *,
+    return_logits: bool = False,
+    on_token: Callable[[Delta], object] | None = None,
+) -> list[Completion]:
+    """The engine's greedy answers, one line each. `on_token` gets every token with its text as it comes."""
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, stop=(STOP,), return_logits=return_logits)
-    return engine.generate(list(prompts), sampling)
+    return engine.generate(list(prompts), sampling, on_token=on_token)
 
 
 def recall_of(questions: Sequence[Question], answers: Sequence[Completion]) -> Recall:
