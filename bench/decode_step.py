@@ -78,7 +78,7 @@ VARIANTS: dict[str, Callable[[], None]] = {
 }
 """What can be left out, to see what it gives."""
 VARIANTS_OF = {
-    1: ("compiled layers start late", "one launch for each weight", "without all of these"),
+    1: ("compiled layers start late", "one launch for weights of one input", "without all of these"),
     32: tuple(VARIANTS),
 }
 MEASURING = 45

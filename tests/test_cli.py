@@ -115,7 +115,7 @@ def test_a_call_that_makes_no_sense_is_one_line_and_exit_2(
         ([], "hybrid", []),
         (["Once upon a time."], "hybrid", ["Once upon a time."]),
         (["Two words", "and", "more"], "hybrid", ["Two words", "and", "more"]),
-        (["sparse-mla", "Once"], "sparse-mla", ["Once"]),
+        (["hybrid", "Once"], "hybrid", ["Once"]),
         (["gpt2"], "gpt2", []),
         (["owner/name", "Two words"], "owner/name", ["Two words"]),
         (["./no such place", "Two words"], "./no such place", ["Two words"]),
@@ -217,7 +217,7 @@ def test_demo_says_first_which_fault_is_switched_on(run: Run, reads_stories: Pat
     ("arguments", "message"),
     [
         (["--break", "nothing"], "fault: got 'nothing', expected one of state, slot, padding"),
-        (["nobody"], "checkpoint: got 'nobody', expected one of hybrid, sparse-mla"),
+        (["nobody"], "stories: got 'nobody', expected one of hybrid, sparse-mla"),
     ],
 )
 def test_a_demo_of_something_unknown_is_one_line_and_exit_2(
@@ -227,6 +227,12 @@ def test_a_demo_of_something_unknown_is_one_line_and_exit_2(
     assert result.code == 2
     assert message in result.err
     assert result.err.count("\n") == 1
+
+
+def test_a_demo_of_a_checkpoint_that_is_not_shipped_wants_one(run: Run) -> None:
+    result = run("demo", "sparse-mla")
+    assert result.code == 2
+    assert "checkpoint: got 'sparse-mla', expected one of hybrid" in result.err
 
 
 def test_python_m_stepbind_is_the_same_command() -> None:

@@ -126,7 +126,7 @@ def generate(
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(help=f"Which checkpoint: {' or '.join(SHIPPED)}.")] = SHIPPED[0],
+    name: Annotated[str, typer.Argument(help=f"Whose stories: {' or '.join(NAMED)}.")] = SHIPPED[0],
     fault: Annotated[
         str | None, typer.Option("--break", help=f"Switch a known fault on, in a shim for tests: {', '.join(FAULTS)}.")
     ] = None,
@@ -134,12 +134,12 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the story and the questions.", min=0)] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Another checkpoint that learned the same stories.", file_okay=False)
+        Path | None, typer.Option(help="A checkpoint that learned them; left out, the shipped one.", file_okay=False)
     ] = None,
 ) -> None:
     """Tell a story, ask about it, and count right answers by how long ago the telling was."""
-    if name not in SHIPPED:
-        raise StepError("checkpoint", repr(name), f"one of {', '.join(SHIPPED)}")
+    if name not in NAMED:
+        raise StepError("stories", repr(name), f"one of {', '.join(NAMED)}")
     if device == "cpu":
         torch.set_num_threads(1)  # these layers are too small to share: with a second core busy, two take longer
     with _loading(name):

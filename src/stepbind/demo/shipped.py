@@ -1,16 +1,14 @@
-"""The checkpoints that come with the package."""
+"""The checkpoint that comes with the package."""
 
 from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
 
-from stepbind.demo.stories import NAMED
 from stepbind.errors import StepError
 
-SHIPPED = tuple(NAMED)
-"""hybrid: Gated DeltaNet and full attention (Qwen3.5's text model). sparse-mla: latent attention over the tokens that
-an indexer chooses (GLM-MoE-DSA)."""
+SHIPPED = ("hybrid",)
+"""hybrid: Gated DeltaNet and full attention, Qwen3.5's text model."""
 
 
 def shipped_checkpoint(name: str) -> Path:
