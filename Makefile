@@ -4,7 +4,6 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-DEMO := build/demo
 
 .PHONY: demo test test-full lint bench clean
 
@@ -15,8 +14,7 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 demo: $(VENV)/ready
-	@$(BIN)/python tools/make_demo.py $(DEMO)
-	$(BIN)/stepbind generate $(DEMO) "A serving engine owns" --max-new-tokens 500 --chunk 7 --poison --compare
+	$(BIN)/stepbind demo
 
 test: lint
 	$(BIN)/pytest --numprocesses=2
