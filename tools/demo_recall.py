@@ -1,7 +1,7 @@
 """Recall of a demonstration checkpoint on fresh questions, through stepbind on the CPU, as a Markdown table.
 
     python tools/demo_recall.py hybrid --each 125 --against-transformers
-    python tools/demo_recall.py sparse-mla --each 25 --break slot
+    python tools/demo_recall.py hybrid --each 25 --break state
     python tools/demo_recall.py DIRECTORY --stories sparse-mla
 
 Everything is in float32. `--against-transformers` gives the same questions to transformers' own `generate`, one by
@@ -35,7 +35,6 @@ from stepbind.demo.stories import KINDS, NAMED
 from stepbind.demo.ways import Subject, in_batches, load
 from stepbind.hosts.local import EngineOptions
 from stepbind.hosts.local.compare import compare
-
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 """For the processes: glibc keeps what is freed. The scores of a long prompt take hundreds of megabytes a layer in
@@ -133,7 +132,7 @@ def answered(settings: Settings, questions: Sequence[Question], processes: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help=f"{' or '.join(SHIPPED)}, or a directory")
-    parser.add_argument("--stories", choices=SHIPPED, help="Whose stories are told; needed for a directory.")
+    parser.add_argument("--stories", choices=list(NAMED), help="Whose stories are told; needed for a directory.")
     parser.add_argument("--each", type=int, default=125, help="Questions at each distance.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--break", dest="fault", choices=list(FAULTS))
@@ -144,7 +143,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args()
     stories = given.stories or given.checkpoint
-    if stories not in SHIPPED:
+    if stories not in NAMED:
         parser.error("a directory needs --stories")
     started = time.perf_counter()
     place = shipped_checkpoint(given.checkpoint) if given.checkpoint in SHIPPED else Path(given.checkpoint)

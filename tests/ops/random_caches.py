@@ -90,6 +90,6 @@ def state_cache(case: Case) -> StateSlots:
     return StateSlots(recurrent, conv)
 
 
-def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_same(got: torch.Tensor, want: torch.Tensor, rounding: float = 2e-5) -> None:
     """Equal within rounding, NaN where NaN is."""
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5, equal_nan=True)
+    torch.testing.assert_close(got, want, atol=rounding, rtol=rounding, equal_nan=True)
