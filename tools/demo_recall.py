@@ -38,7 +38,7 @@ from stepbind.hosts.local.compare import compare
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 """For the processes: glibc keeps what is freed. The scores of a long prompt take hundreds of megabytes a layer in
-transformers, and to have them mapped afresh each time took two thirds of its time on 2,000 tokens."""
+transformers, and to have them mapped afresh each time took 40% of its time on 2,000 tokens."""
 
 
 @dataclass(frozen=True)
