@@ -28,7 +28,10 @@ _COMMON: dict[str, Any] = {
 
 
 def hybrid_config() -> Qwen3_5TextConfig:
-    """Three Gated DeltaNet layers carry who is meant; one attention layer looks up what was told."""
+    """Three Gated DeltaNet layers carry who is meant; one attention layer looks up what was told.
+
+    It stands second: at a third of the size, 200 steps then taught 48% of the values, and 18% with attention last.
+    """
     return Qwen3_5TextConfig(
         **_COMMON,
         hidden_size=256,
