@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GlmMoeDsaConfig
+from transformers import AttentionInterface, GlmMoeDsaConfig
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -114,6 +114,45 @@ def test_a_row_of_stories_is_full_and_marks_what_is_asked_for() -> None:
             for value in re.findall(r"\d+", line) or [line.removesuffix(".").split(" ")[-1]]:
                 assert asked.pop(0) == value
         assert len(asked) <= 3  # of an answer that the row cuts off
+
+
+def test_queries_start_as_the_keys_of_the_same_input() -> None:
+    model = demo_models.new_model("hybrid", 0, "cpu")
+    hidden = torch.randn(5, model.config.hidden_size)
+    layer = model.model.layers[1].self_attn
+    queries = layer.q_proj(hidden).unflatten(-1, (-1, 2, layer.head_dim))[..., 0, :]
+    keys = layer.k_proj(hidden).unflatten(-1, (-1, layer.head_dim)).repeat_interleave(layer.num_key_value_groups, dim=1)
+    torch.testing.assert_close(queries, keys)
+
+
+def test_some_states_start_with_a_memory_of_hundreds_of_tokens() -> None:
+    model = demo_models.new_model("hybrid", 0, "cpu")
+    layers = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
+    kept = torch.stack([(-layer.A_log.exp() * torch.nn.functional.softplus(layer.dt_bias)).exp() for layer in layers])
+    assert kept.max() > 0.99
+    assert kept.min() > 0.1
+
+
+def test_sparse_mla_starts_by_looking_nearby_in_its_first_layer_alone() -> None:
+    model = demo_models.new_model("sparse-mla", 0, "cpu")
+    shares: dict[int, torch.Tensor] = {}
+
+    def spy(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
+        scores = (query @ key.transpose(-1, -2) * scaling)[:, :, -1]
+        shares[module.layer_idx] = scores.softmax(-1).mean((0, 1))
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling
+        ).transpose(1, 2), None
+
+    AttentionInterface.register("demo_spy", spy)
+    with torch.no_grad(), demo_sparse.attending(model, demo_sparse.DENSE):
+        model.config._attn_implementation = "demo_spy"
+        ids = torch.randint(0, 1000, (1, demo_models.CONTEXT), generator=torch.Generator().manual_seed(3))
+        masks = dict.fromkeys(model.config.layer_types, torch.zeros(1, 1, 1, 1))
+        model(ids, attention_mask=masks, use_cache=False)
+    nearby = {layer: share[-8:].sum().item() for layer, share in shares.items()}
+    assert nearby[0] > 0.8
+    assert max(nearby[layer] for layer in (1, 2, 3)) < 0.5
 
 
 def test_muon_moves_every_direction_of_a_matrix_alike() -> None:
