@@ -106,7 +106,7 @@ GUARDS = [
     Guard("21", "caches.py", "            buffer.device,", '            torch.device("cpu"),'),
     Guard("21", "caches.py", "BufferKey.of(index_buffer), spec, group)", "BufferKey.of(index_buffer), None, group)"),
     Guard("22", RTP_BINDING, SOURCES, "key = (tags, numbers)"),
-    Guard("22", "targets/atom/kept.py", "key = (numbers, sizes, ", "key = (numbers, "),
+    Guard("22", "targets/atom/kept.py", "return numbers, sizes, ", "return numbers, "),
     Guard("23", FILL, POSITIONS, f"torch.tensor({LOOP}) if"),
     Guard("23", GRAPHS, "position_ids=plan.shared.position[None]", "position_ids=None"),
     Guard("23", RTP_STEPS, "if host.is_graph or lengths.are_bounds or is_dummy:", "if is_dummy:"),
