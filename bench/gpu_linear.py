@@ -98,7 +98,7 @@ class Layers:
         width = triton.next_power_of_2(features)
         _norm[(rows,)](self.x, self.source, features, width, early, **triton_pdl.launch_options(early))
 
-    def library(self, layer: int) -> list[torch.Tensor]:
+    def plain(self, layer: int) -> list[torch.Tensor]:
         return [linear(self.x, weight) for weight in self.weights[layer]]
 
     def apart(self, layer: int) -> list[torch.Tensor]:
@@ -168,13 +168,13 @@ def compare(group: Group, rows: int, count: int, device: str, bandwidth: float) 
     """A line of the first table. Raises AssertionError where results differ."""
     layers = Layers(group, rows, count, device)
     layers.norm()
-    apart, joined, wanted = layers.apart(0), layers.joined(0), layers.library(0)
+    apart, joined, wanted = layers.apart(0), layers.joined(0), layers.plain(0)
     for one, other, third in zip(apart, joined, wanted, strict=True):
         assert torch.equal(one, other), f"{group.name} at {rows} rows: a shared launch gives other numbers"
         if device == "cuda":  # the interpreter's product of bfloat16 tiles is not one
             torch.testing.assert_close(one, third, atol=0.05, rtol=0.05)
     floor = 2 * sum(group.widths) * group.in_features / bandwidth
-    times = [layers.us(product) for product in (None, layers.library, layers.apart, layers.joined)]
+    times = [layers.us(product) for product in (None, layers.plain, layers.apart, layers.joined)]
     cells: list[object] = [rows, group.name, f"{floor:.1f}", *(f"{each:.1f}" for each in times)]
     before = tuned(TILES_FROM_2)
     cells.append(f"{layers.us(layers.joined):.1f}" if rows == 4 and serves(group, rows) else "")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, library
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepbind.ops.join_linear import JOIN_LINEAR
@@ -54,4 +54,4 @@ def test_products_of_one_input_and_given_weights_are_joined(
 
 def test_the_joined_op_is_what_torch_asks_of_an_op() -> None:
     x, _, one, other, _, bias, arrived = INPUTS
-    torch.library.opcheck(joined_linear, (x, [one, other[:8]], [bias, None], arrived))
+    library.opcheck(joined_linear, (x, [one, other[:8]], [bias, None], arrived))
