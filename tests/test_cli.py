@@ -229,12 +229,6 @@ def test_a_demo_of_something_unknown_is_one_line_and_exit_2(
     assert result.err.count("\n") == 1
 
 
-def test_a_demo_of_a_checkpoint_that_is_not_shipped_wants_one(run: Run) -> None:
-    result = run("demo", "sparse-mla")
-    assert result.code == 2
-    assert "checkpoint: got 'sparse-mla', expected one of hybrid" in result.err
-
-
 def test_python_m_stepbind_is_the_same_command() -> None:
     done = subprocess.run([sys.executable, "-m", "stepbind", "--help"], capture_output=True, text=True, check=True)
     assert "generate" in done.stdout

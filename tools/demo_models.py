@@ -57,11 +57,11 @@ def sparse_mla_config() -> GlmMoeDsaConfig:
         intermediate_size=384,
         moe_intermediate_size=112,
         num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        q_lora_rank=128,
-        kv_lora_rank=96,
-        qk_nope_head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=160,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
         qk_rope_head_dim=32,
         v_head_dim=64,
         n_routed_experts=4,
@@ -97,7 +97,7 @@ def new_model(name: str, seed: int, device: str) -> Any:
             look_for_alike_latents(module)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING)
     if name == "sparse-mla":
-        look_nearby(model)
+        look_back(model)
     model.config._experts_implementation = EVERY_EXPERT
     return model.to(device)
 
@@ -134,7 +134,7 @@ def look_for_alike(layer: Any) -> None:
     )
 
 
-LOUDER = 3.0
+LOUDER = 6.0
 """Factor on latent attention's first queries and keys, which no norm makes larger."""
 
 
@@ -149,31 +149,44 @@ def look_for_alike_latents(layer: Any) -> None:
     queries[:, :, :rank] = keys
 
 
-COMMON, NEARBY, SPARE = 0.3, 3.5, -1
-"""What all embeddings start with in their first number; how large the rotated parts are that it makes; the latent
-number of queries that it goes through."""
-WINDOW = slice(4, 22)
-"""Rotated numbers in use, in pairs: they turn by 0.32 to 0.003 a token. The fast ones tell neighbours apart, the slow
-ones those from tokens a thousand away."""
+COMMON = 0.3
+"""What all embeddings have in their first number."""
+TURNED, TURNING = 6.5, 11
+"""How large the rotated parts are that it makes, and how many pairs of numbers they have: from 1 radian a token, which
+tells neighbours apart, to 0.003, which tells them from tokens a thousand away."""
+TOLD = 3.0
+"""Factor on what the first layer says of the tokens that it looks at."""
 
 
-def look_nearby(model: Any) -> None:
-    """The first layer starts by attending to the last four tokens or so, whatever they are.
+def look_back(model: Any) -> None:
+    """Head h of the first layer starts by attending to the token h + 1 before, whatever it is, and all heads alike.
 
-    Then a fact's value stands there together with whose it is, as behind the convolution of Gated DeltaNet, and
-    further layers have something alike to look for. Queries and keys get the same rotated part at every position, whose
-    product falls with the distance.
+    Then a fact's value stands there together with whose it is and of what kind, as behind the convolution of Gated
+    DeltaNet, and the next layer finds it by nearly the same words before the question's end. All queries of a head and
+    all keys get the same rotated part; their product is largest where the rotation has turned by h + 1 tokens.
     """
     layer, embedding = model.model.layers[0].self_attn, model.get_input_embeddings().weight
+    heads, nope, half = layer.num_heads, layer.qk_nope_head_dim, layer.qk_rope_head_dim // 2
+    turn = 1 / model.config.rope_parameters["rope_theta"] ** (torch.arange(TURNING) / half)  # radians a token
+    back = turn * torch.arange(1, heads + 1)[:, None]
     with torch.no_grad():
+        size = EMBEDDING * embedding.shape[1] ** 0.5
+        embedding.copy_(F.normalize(embedding, dim=-1) * size)
         embedding[:, 0] = COMMON
         normed = COMMON / (EMBEDDING**2 + COMMON**2 / embedding.shape[1]) ** 0.5
         rotated = layer.kv_a_proj_with_mqa.weight[layer.kv_lora_rank :]
-        rotated[WINDOW.start : WINDOW.stop : 2, 0] = NEARBY / normed
-        layer.q_a_proj.weight[SPARE] = 0.0
-        layer.q_a_proj.weight[SPARE, 0] = 3.0 / normed  # the latent's norm leaves nearly all of it, as sqrt(rank)
-        queries = layer.q_b_proj.weight.unflatten(0, (layer.num_heads, -1))[:, layer.qk_nope_head_dim :]
-        queries[:, WINDOW.start : WINDOW.stop : 2, SPARE] = NEARBY / layer.q_lora_rank**0.5
+        rotated.zero_()
+        rotated[: 2 * TURNING : 2, 0] = TURNED / normed
+        layer.q_a_proj.weight[-1] = 0.0
+        layer.q_a_proj.weight[-1, 0] = 3.0 / normed  # a number of the latent that is larger than the others
+        queries = layer.q_b_proj.weight.unflatten(0, (heads, -1))
+        queries.zero_()
+        queries[:, nope : nope + 2 * TURNING : 2, -1] = TURNED / layer.q_lora_rank**0.5 * back.cos()
+        queries[:, nope + 1 : nope + 2 * TURNING : 2, -1] = -TURNED / layer.q_lora_rank**0.5 * back.sin()
+        values = layer.kv_b_proj.weight.unflatten(0, (heads, -1))[:, nope:]
+        values.copy_(values[:1].clone().expand_as(values))
+        told = layer.o_proj.weight.unflatten(1, (heads, -1))
+        told.copy_(TOLD * told[:, :1].clone().expand_as(told))
 
 
 EVERY_EXPERT = "demo_every_expert"

@@ -51,13 +51,13 @@ class Phase:
 
 
 PHASES = {
-    "hybrid": (Phase(2500, 32, 256, 3e-3), Phase(600, 16, 768, 2e-3), Phase(1200, 8, CONTEXT, 2e-3)),
+    "hybrid": (Phase(2500, 32, 256, 1.2e-3), Phase(600, 16, 768, 8e-4), Phase(1200, 8, CONTEXT, 8e-4)),
     "sparse-mla": (
-        Phase(5000, 32, 256, 3e-3, DENSE),
-        Phase(800, 16, 768, 2e-3, DENSE),
-        Phase(1500, 8, CONTEXT, 2e-3, DENSE),
-        Phase(150, 8, CONTEXT, 2e-3, INDEXED, indexers_only=True),
-        Phase(150, 8, CONTEXT, 5e-4, SPARSE),
+        Phase(2000, 32, 256, 1.2e-3, DENSE),
+        Phase(500, 16, 768, 8e-4, DENSE),
+        Phase(800, 8, CONTEXT, 8e-4, DENSE),
+        Phase(300, 8, CONTEXT, 2e-3, INDEXED, indexers_only=True),
+        Phase(150, 8, CONTEXT, 3e-4, SPARSE),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The checkpoint that comes with the package is there, small, and in every wheel."""
+"""The checkpoints that come with the package are there, small, and in every wheel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_checkpoint_is_found_by_its_name(name: str) -> None:
 
 
 def test_another_name_is_refused() -> None:
-    with pytest.raises(StepError, match="checkpoint: got 'huge', expected one of hybrid"):
+    with pytest.raises(StepError, match="checkpoint: got 'huge', expected one of hybrid, sparse-mla"):
         shipped.shipped_checkpoint("huge")
 
 

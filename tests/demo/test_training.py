@@ -133,13 +133,12 @@ def test_some_states_start_with_a_memory_of_hundreds_of_tokens() -> None:
     assert kept.min() > 0.1
 
 
-def test_sparse_mla_starts_by_looking_nearby_in_its_first_layer_alone() -> None:
+def test_each_head_of_sparse_mlas_first_layer_starts_by_looking_at_one_token_before() -> None:
     model = demo_models.new_model("sparse-mla", 0, "cpu")
-    shares: dict[int, torch.Tensor] = {}
+    shares: dict[int, torch.Tensor] = {}  # by layer: of each head's attention, from the longest row's last token
 
     def spy(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
-        scores = (query @ key.transpose(-1, -2) * scaling)[:, :, -1]
-        shares[module.layer_idx] = scores.softmax(-1).mean((0, 1))
+        shares[module.layer_idx] = (query @ key.transpose(-1, -2) * scaling)[0, :, -1].softmax(-1)
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling
         ).transpose(1, 2), None
@@ -150,9 +149,17 @@ def test_sparse_mla_starts_by_looking_nearby_in_its_first_layer_alone() -> None:
         ids = torch.randint(0, 1000, (1, demo_models.CONTEXT), generator=torch.Generator().manual_seed(3))
         masks = dict.fromkeys(model.config.layer_types, torch.zeros(1, 1, 1, 1))
         model(ids, attention_mask=masks, use_cache=False)
-    nearby = {layer: share[-8:].sum().item() for layer, share in shares.items()}
-    assert nearby[0] > 0.8
-    assert max(nearby[layer] for layer in (1, 2, 3)) < 0.5
+    for head, share in enumerate(shares[0]):
+        assert share[-2 - head] > 0.6
+    assert max(shares[layer][:, -5:-1].max().item() for layer in (1, 2, 3)) < 0.5
+
+
+def test_all_heads_of_that_layer_start_by_saying_the_same_of_a_token() -> None:
+    layer = demo_models.new_model("sparse-mla", 0, "cpu").model.layers[0].self_attn
+    latent = torch.randn(3, layer.kv_lora_rank)
+    values = layer.kv_b_proj(latent).unflatten(-1, (layer.num_heads, -1))[..., layer.qk_nope_head_dim :]
+    said = torch.einsum("thv,dhv->htd", values, layer.o_proj.weight.unflatten(1, (layer.num_heads, -1)))
+    torch.testing.assert_close(said, said[:1].expand_as(said))
 
 
 def test_muon_moves_every_direction_of_a_matrix_alike() -> None:

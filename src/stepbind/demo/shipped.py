@@ -1,4 +1,4 @@
-"""The checkpoint that comes with the package."""
+"""The checkpoints that come with the package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 from stepbind.errors import StepError
 
-SHIPPED = ("hybrid",)
-"""hybrid: Gated DeltaNet and full attention, Qwen3.5's text model."""
+SHIPPED = ("hybrid", "sparse-mla")
+"""hybrid: Gated DeltaNet and full attention, Qwen3.5's text model. sparse-mla: GLM-MoE-DSA, latent attention over what
+an indexer chooses."""
 
 
 def shipped_checkpoint(name: str) -> Path:
