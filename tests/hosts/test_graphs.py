@@ -159,16 +159,15 @@ def test_layers_with_experts_do_not_start_early() -> None:
 def test_products_of_one_input_are_joined_where_they_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fits", lambda device: True)
     model = tiny_model("qwen3_5").bfloat16()
-    assert inductor_options(model, 32) == {"triton.enable_pdl": True}
-    monkeypatch.setattr(graphs, "JOINED_PRODUCTS", True)
     assert isinstance(inductor_options(model, 32)["post_grad_custom_pre_pass"], JoinLinear)
     assert inductor_options(model, 33) == {"triton.enable_pdl": True}
+    monkeypatch.setattr(graphs, "JOINED_PRODUCTS", False)
+    assert inductor_options(model, 32) == {"triton.enable_pdl": True}
 
 
 def test_a_capture_asks_for_the_layers_that_its_warm_up_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile makes a layer anew for options that differ, and a capture cannot: it would tune kernels in it."""
     monkeypatch.setattr(linear, "fits", lambda device: True)
-    monkeypatch.setattr(graphs, "JOINED_PRODUCTS", True)
     for family, rows in (("qwen3_5", 1), ("qwen3_5", 32), ("qwen3_5", 33), ("qwen3_5_moe", 1)):
         model = tiny_model(family).bfloat16()
         assert inductor_options(model, rows) == inductor_options(model, rows)

@@ -1,9 +1,10 @@
 """Products of few rows with one weight or several, on the GPU, in one launch.
 
-What they cost is the weights' way from memory. For one to four rows a program holds its rows of a weight in registers,
-and all of their loads are under way before it waits for x. For more rows matrix units do the sums, with the weight on
-their left (64 of its rows are the least that they take at full speed), and the sum over K is split so that the tiles
-fill the GPU once; the last program of a tile to arrive adds the parts.
+What they cost is the weights' way from memory. For one row a program holds its rows of a weight in registers, and all
+of their loads are under way before it waits for x. For more rows matrix units do the sums (at 4 rows in two thirds of
+the time that registers take, on an H200), with the weight on their left (64 of its rows are the least that they take
+at full speed), and the sum over K is split so that the tiles fill the GPU once; the last program of a tile to arrive
+adds the parts.
 
 Several weights that are multiplied with the same x share a launch: each has its own programs, which do what they do in
 a launch of their own, so that no number depends on what else a launch holds.
@@ -19,8 +20,6 @@ from stepbind.ops import triton_pdl
 from stepbind.ops.linear import ARRIVALS, MAX_ROWS
 from stepbind.ops.triton_pdl import ask_for, wait_for_inputs
 
-VECTOR_ROWS = 4
-"""Rows of x that one program multiplies with the weights in its registers."""
 LONGEST = 8192
 """Elements of a weight's row that the registers hold."""
 SMALL = 2**17
@@ -32,7 +31,7 @@ STAGES = 6 if torch.version.hip is None else 2
 """Tiles under way, as far as the shared memory goes (AMD's is 64 KB)."""
 STAGES_OF_TWO = 4 if torch.version.hip is None else 2
 """Tiles under way where a multiprocessor has to hold two programs (98 KB each at 32 rows)."""
-STEPS_ASKED_FOR = 4
+STEPS_ASKED_FOR = 2
 """Steps of a program's weights that are on their way to the cache before it waits for x."""
 FEWEST_PROGRAMS, MOST_PROGRAMS = 90, 132
 """Programs of one weight's tiles: they fill an H200's 132 multiprocessors once. Beyond that, libraries were as fast."""
@@ -43,14 +42,14 @@ def serves(rows: int, out_features: int, in_features: int) -> bool:
     bfloat16 on an H200."""
     if in_features % 16 or in_features > LONGEST or not 0 < rows <= MAX_ROWS:
         return False
-    return rows <= VECTOR_ROWS or num_splits(out_features, in_features) > 0
+    return rows == 1 or num_splits(out_features, in_features) > 0
 
 
 def serves_together(rows: int, widths: tuple[int, ...], in_features: int) -> bool:
     """Whether weights [width, in_features] can share a launch: each is served, and there are counters for all."""
     if not all(serves(rows, width, in_features) for width in widths):
         return False
-    return rows <= VECTOR_ROWS or sum(_counters(width, in_features) for width in widths) <= ARRIVALS
+    return rows == 1 or sum(_counters(width, in_features) for width in widths) <= ARRIVALS
 
 
 def num_splits(out_features: int, in_features: int) -> int:
@@ -78,7 +77,7 @@ def few_rows_linear(
     """Arguments and results of `linear.joined_linear`, for shapes that `serves_together` accepts. One launch."""
     in_features, x = weights[0].shape[1], x.contiguous()
     rows = x.numel() // in_features
-    multiply = _by_vectors if rows <= VECTOR_ROWS else _by_tiles
+    multiply = _by_vectors if rows == 1 else _by_tiles
     outs = tuple(x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights)
     multiply(outs, x, weights, biases, arrived, rows, in_features)
     return outs
@@ -104,7 +103,6 @@ def _by_vectors(
         in_features,
         widths,
         tuple(bias is not None for bias in biases),
-        rows,
         outputs,
         triton.next_power_of_2(in_features),
         early,
@@ -172,12 +170,11 @@ def _multiply_vectors(
     in_features,
     WIDTHS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     LENGTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has OUTPUTS outputs of one weight, of all rows; weights come one after the other."""
+    """A program has OUTPUTS outputs of one weight, of one row; weights come one after the other."""
     program = tl.program_id(0)
     for i in tl.static_range(len(WIDTHS)):
         programs = (WIDTHS[i] + OUTPUTS - 1) // OUTPUTS
@@ -191,7 +188,6 @@ def _multiply_vectors(
                 in_features,
                 WIDTHS[i],
                 HAS_BIAS[i],
-                ROWS,
                 OUTPUTS,
                 LENGTH,
                 PDL,
@@ -209,7 +205,6 @@ def _multiply_vector(
     in_features,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     LENGTH: tl.constexpr,
     PDL: tl.constexpr,
@@ -221,12 +216,11 @@ def _multiply_vector(
     inside = live[:, None] & (k < in_features)[None, :]
     w = tl.load(weight + at, mask=inside, other=0, eviction_policy="evict_first")
     wait_for_inputs(PDL)
-    for row in tl.static_range(ROWS):
-        value = tl.load(x + row * in_features + k, mask=k < in_features, other=0)
-        total = tl.sum(w.to(tl.float32) * value.to(tl.float32)[None, :], axis=1)
-        if HAS_BIAS:
-            total += tl.load(bias + output, mask=live, other=0).to(tl.float32)
-        tl.store(out + row * WIDTH + output, total.to(out.dtype.element_ty), mask=live)
+    value = tl.load(x + k, mask=k < in_features, other=0)
+    total = tl.sum(w.to(tl.float32) * value.to(tl.float32)[None, :], axis=1)
+    if HAS_BIAS:
+        total += tl.load(bias + output, mask=live, other=0).to(tl.float32)
+    tl.store(out + output, total.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
