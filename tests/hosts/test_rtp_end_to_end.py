@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -52,14 +54,38 @@ def prompts_of(count: int, longest: int) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=4)
 def expected_of(family: str, groups: int, count: int, longest: int, new_tokens: int) -> list[list[int]]:
-    """transformers' greedy tokens, in one left-padded batch."""
-    prompts = prompts_of(count, longest)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    sizes = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-    out = model_of(family, groups).generate(ids, attention_mask=mask, do_sample=False, eos_token_id=-1, **sizes)
-    tokens: list[list[int]] = out[:, longest:].tolist()
-    return tokens
+    """transformers' greedy tokens, one prompt at a time.
+
+    In a padded batch its numbers round otherwise, and an indexer between equal scores then chooses another token.
+    """
+    model, sizes = model_of(family, groups), {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    expected: list[list[int]] = []
+    for prompt in prompts_of(count, longest):
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=-1, **sizes)
+        expected.append(out[0, len(prompt) :].tolist())
+    return expected
+
+
+TIE = 1e-6
+"""Index scores closer than this round to either order, by the shape of the batch that they are computed in. Among some
+20,000 choices of a case of the whole grid one may be so close, and all behind it is another text then."""
+
+
+def closest_choice(model: Any, ids: list[int]) -> float:
+    """The smallest distance, in transformers, from the last index score that is chosen to the first that is not."""
+    closest, top_k = math.inf, torch.Tensor.topk
+
+    def watched(scores: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
+        nonlocal closest
+        if scores.shape[-2:] == (len(ids), len(ids)) and k < len(ids):  # not an expert's
+            best = top_k(scores, k + 1, dim=dim).values[..., k:, -2:].double()
+            closest = min(closest, float((best[..., 0] - best[..., 1]).min()))
+        return top_k(scores, k, dim=dim, **options)
+
+    with patch.object(torch.Tensor, "topk", watched), torch.no_grad():
+        model(torch.tensor([ids]), use_cache=False)
+    return closest
 
 
 def runtime_of(model: Any, max_rows: int, max_context: int) -> Any:
@@ -100,9 +126,17 @@ def assert_serves(
         max_context=max_context,
         graph_sizes=(1, 2, 4, 8) if graphs else (),
     )
-    tokens = host.generate(prompts_of(count, longest), new_tokens)
-    runtime.close()
-    assert tokens == expected_of(family, groups, count, longest, new_tokens)
+    prompts = prompts_of(count, longest)
+    generated = host.generate(prompts, new_tokens)
+    runtime.close()  # the model is transformers' own again
+    expected, ties = expected_of(family, groups, count, longest, new_tokens), 0
+    for prompt, got, want in zip(prompts, generated, expected, strict=True):
+        if got != want:
+            same = next(index for index in range(new_tokens) if got[index] != want[index])
+            closest = closest_choice(model, prompt + want[:same])
+            assert closest < TIE, f"token {same} behind {len(prompt)} is {got[same]}, not {want[same]}"
+            ties += 1
+    assert ties <= 1
 
 
 SIZES = ((64, 16), (64, 64), (16, 16))
