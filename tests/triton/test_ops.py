@@ -13,6 +13,7 @@ from stepbind.caches import KVPages
 from stepbind.ops import fla_gated_delta, triton_attention, triton_attention_splits, triton_linear
 from stepbind.step import Phase
 from tests.chunk_stand_in import chunk_gated_delta_rule
+from tests.gpu import memcheck
 from tests.op_checks import (
     Shape,
     check_attention,
@@ -144,3 +145,8 @@ def test_the_fused_token_step_equals_its_parts(
 ) -> None:
     shape = dataclasses.replace(SMALL, dtype=dtype, width=width)
     check_delta_decode(seed, shape, "cpu", state_dtype=state_dtype)
+
+
+@pytest.mark.full
+def test_what_memcheck_watches_runs() -> None:
+    memcheck.check_all("cpu", 1)
