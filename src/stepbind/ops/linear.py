@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 ENABLED = True
 """False leaves all products to the library, to compare."""
 MAX_ROWS = 32
-"""The most rows that were tried (1 and 32 on an H200): a graph of more rows keeps the library's products."""
+"""The most rows that were tried (on an H200): a graph of more rows keeps the library's products."""
 ARRIVALS = 132
 """Counters that one product may need: one for each of an H200's multiprocessors."""
 

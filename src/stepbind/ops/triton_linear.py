@@ -38,7 +38,7 @@ FEWEST_PROGRAMS, MOST_PROGRAMS = 90, 132
 
 
 def serves(rows: int, out_features: int, in_features: int) -> bool:
-    """Whether these kernels take a product of x [rows, in_features]: shapes like those that gained, at 1 and 32 rows of
+    """Whether these kernels take a product of x [rows, in_features]: shapes like those that gained, at 1 to 32 rows of
     bfloat16 on an H200."""
     if in_features % 16 or in_features > LONGEST or not 0 < rows <= MAX_ROWS:
         return False
@@ -77,9 +77,11 @@ def few_rows_linear(
     """Arguments and results of `linear.joined_linear`, for shapes that `serves_together` accepts. One launch."""
     in_features, x = weights[0].shape[1], x.contiguous()
     rows = x.numel() // in_features
-    multiply = _by_vectors if rows == 1 else _by_tiles
     outs = tuple(x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights)
-    multiply(outs, x, weights, biases, arrived, rows, in_features)
+    if rows == 1:
+        _by_vectors(outs, x, weights, biases, in_features)
+    else:
+        _by_tiles(outs, x, weights, biases, arrived, rows, in_features)
     return outs
 
 
@@ -88,8 +90,6 @@ def _by_vectors(
     x: torch.Tensor,
     weights: tuple[torch.Tensor, ...],
     biases: tuple[torch.Tensor | None, ...],
-    arrived: torch.Tensor,
-    rows: int,
     in_features: int,
 ) -> None:
     outputs, warps = _vector_tile(in_features)
