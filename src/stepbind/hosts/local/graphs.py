@@ -32,7 +32,7 @@ torch does so on NVIDIA GPUs since Hopper alone. Never with experts: a kernel of
 wait, and routers have such kernels (zeros to scatter into), so that a third one could start too early."""
 JOINED_PRODUCTS = True
 """Whether products of one input that torch.compile finds in a layer share a launch: the same numbers (tests/gpu), and
-6% less time a step on an H200 (bench/results)."""
+6 to 7% less time a step on an H200 (bench/results)."""
 WARMUPS = 2
 """Passes before a capture: kernels are compiled and libraries set up in them, which a capture cannot."""
 
