@@ -35,6 +35,19 @@ def on_device(step: Step, device: torch.device | str, *, device_lengths: bool) -
     )
 
 
+def with_garbage_tables(step: Step, seed: int) -> Step:
+    """The step with every entry of its tables random, -1 or out of range."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def table(of: BlockTable) -> BlockTable:
+        entries = of.group.num_blocks * (of.group.ratio if of.granularity is Granularity.KERNEL else 1)
+        blocks = torch.randint(-3, 2 * entries, of.blocks.shape, generator=generator).clamp(max=2**31 - 1)
+        blocks[torch.rand(blocks.shape, generator=generator) < 0.2] = -1
+        return dataclasses.replace(of, blocks=blocks.to(of.blocks.dtype))
+
+    return dataclasses.replace(step, tables=tuple(table(of) for of in step.tables))
+
+
 def poisoned_arena(step: Step, slack: int = 3) -> Arena:
     """An arena on the step's device, with rubbish in every value and room for more than the step."""
     arena = make_arena(

@@ -14,8 +14,8 @@ from stepbind.groups import CacheGroup, GroupKind
 from stepbind.plan import Arena, PagedPlan, StatePlan, build_plan, fill_triton, make_arena
 from stepbind.plan.staging import SLOTS_OF_A_PAGE
 from stepbind.step import BlockTable, Lengths, Phase, Step, make_step
-from tests.fill_checks import check_fill, check_fills_in_a_row, on_device, poisoned_arena
-from tests.random_steps import bounded_step, steps
+from tests.fill_checks import check_fill, check_fills_in_a_row, on_device, poisoned_arena, with_garbage_tables
+from tests.random_steps import bounded_step, random_step, steps
 
 
 @settings(max_examples=40)
@@ -29,6 +29,13 @@ def test_the_fill_kernels_equal_the_reference(step: Step, device_lengths: bool, 
     """However many columns a program copies at once, and however many programs share a row's."""
     with patch.multiple(fill_triton, COLUMNS=columns, PROGRAMS=programs):
         check_fill(on_device(step, "cpu", device_lengths=device_lengths), poisoned_arena(step))
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**32))
+def test_tables_of_nothing_but_garbage_equal_the_reference(seed: int) -> None:
+    step = on_device(with_garbage_tables(random_step(seed), seed), "cpu", device_lengths=seed % 2 == 0)
+    check_fill(step, poisoned_arena(step))
 
 
 def test_fills_in_a_row_do_not_disturb_each_other() -> None:

@@ -13,6 +13,7 @@ from stepbind.caches import KVPages
 from stepbind.ops import fla_gated_delta, triton_attention, triton_attention_splits, triton_linear
 from stepbind.step import Phase
 from tests.chunk_stand_in import chunk_gated_delta_rule
+from tests.garbage_checks import check_delta_decode_garbage, check_paged_garbage, check_state_garbage
 from tests.gpu import memcheck
 from tests.op_checks import (
     Shape,
@@ -145,6 +146,19 @@ def test_the_fused_token_step_equals_its_parts(
 ) -> None:
     shape = dataclasses.replace(SMALL, dtype=dtype, width=width)
     check_delta_decode(seed, shape, "cpu", state_dtype=state_dtype)
+
+
+@settings(max_examples=8)
+@given(seeds, phases)
+def test_garbage_reads_and_writes_nothing_outside_of_the_pages(seed: int, phase: Phase) -> None:
+    check_paged_garbage(seed, phase, Shape(), "cpu")
+
+
+@settings(max_examples=8)
+@given(seeds, phases)
+def test_garbage_reads_and_writes_nothing_outside_of_the_states(seed: int, phase: Phase) -> None:
+    check_state_garbage(seed, phase, SMALL, "cpu")
+    check_delta_decode_garbage(seed, SMALL, "cpu")
 
 
 @pytest.mark.full
