@@ -66,3 +66,12 @@ def test_decode_is_ours_whatever_is_installed(
         found.why
     )
     assert "follows a table's entries unchecked" in found.why
+
+
+@pytest.mark.parametrize(("native", "kernel"), [(None, "numpy"), (object(), "C, numpy")])
+def test_binds_for_atom_say_whether_the_compiled_part_is_there(
+    native: object, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "native", native)
+    (found,) = (each for each in doctor.choices() if each.op == "bind for ATOM")
+    assert (found.device, found.kernel) == ("cpu", kernel)

@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from stepbind.ops import varlen_attention
+from stepbind.targets.atom.native import native
 
 PACKAGES = ("stepbind", "torch", "transformers", "tokenizers", "safetensors", "triton", "fla-core")
 OPS = (
@@ -61,9 +62,16 @@ def devices() -> list[str]:
 def choices() -> list[Choice]:
     """For each device kind here and each op: the kernel that would run."""
     found = [Choice(op, "cpu", "torch", "vectorised over rows; the CPU's only kernel") for op in OPS]
+    found.append(_bind_on_host("bind for ATOM"))
     if torch.cuda.is_available():
         found += [_on_gpu(op) for op in OPS]
     return found
+
+
+def _bind_on_host(op: str) -> Choice:
+    if native is None:
+        return Choice(op, "cpu", "numpy", "slower: the package was installed without a C compiler")
+    return Choice(op, "cpu", "C, numpy", "compiled where the package was installed, for usual passes; else numpy")
 
 
 def _on_gpu(op: str) -> Choice:

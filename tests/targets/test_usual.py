@@ -21,6 +21,7 @@ from tests.targets.atom_double.passes import (
     runtime_for,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_alone")
 TABLES = [[[4, 5, 6]], [[7, 8, 9]], [[10, 11, 12]]]
 LAYER_TO_GROUP = [1, 2, 1, 0]
 PRIOR = 8

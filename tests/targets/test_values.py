@@ -16,8 +16,7 @@ from stepbind.targets.atom.kept import kept_on, update_groups
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import PlanBuffers, compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import read
-from stepbind.targets.atom.usual import usual_pass
-from stepbind.targets.atom.usual_inputs import usual_inputs
+from stepbind.targets.atom.usual import usual_inputs, usual_pass
 from tests.targets.atom_double.modules import atom_installed
 from tests.targets.atom_double.passes import (
     hybrid_model,
@@ -65,8 +64,8 @@ class Pass:
         return compute_on_host(self.host, self.positions, self.profile, self.groups, False, 64)
 
     def usual(self) -> Computed | None:
-        given = usual_inputs(self.inputs, self.positions, physical=self.profile.physical_table)
-        return None if given is None else usual_pass(given, self.inputs, self.profile, self.groups)
+        given = usual_inputs(self.inputs, physical=self.profile.physical_table)
+        return None if given is None else usual_pass(given, self.inputs, self.positions, self.profile, self.groups)
 
     def fast(self) -> Computed:
         return self.usual() or self.general()
@@ -98,6 +97,7 @@ def assert_same(got: Any, want: Any, name: str = "") -> None:
         assert got == want, name
 
 
+@pytest.mark.usefixtures("compiled_alone")
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("holes", [False, True])

@@ -19,7 +19,7 @@ from stepbind.targets.atom.passes import PlanBuffers
 from stepbind.targets.atom.read import AtomPass
 from stepbind.targets.atom.shared import conv_programs
 from stepbind.targets.atom.tables import to_kernel
-from stepbind.targets.atom.usual_inputs import UsualInputs
+from stepbind.targets.atom.usual import UsualInputs
 
 Host = AtomPass | UsualInputs
 StateCaches = tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]

@@ -29,8 +29,7 @@ from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import AtomPass, read
 from stepbind.targets.atom.states import state_slots_of_layer
-from stepbind.targets.atom.usual import usual_pass
-from stepbind.targets.atom.usual_inputs import UsualInputs, usual_inputs
+from stepbind.targets.atom.usual import UsualInputs, usual_inputs, usual_pass
 
 
 @dataclass(frozen=True)
@@ -281,12 +280,12 @@ def _usual(
     """A pass of the usual kind on the CPU; None for others, good or bad."""
     if not positions.is_cpu or atom.capturing():
         return None
-    given = usual_inputs(inputs, positions, physical=profile.physical_table)
+    given = usual_inputs(inputs, physical=profile.physical_table)
     numbers = None if given is None else kept_numbers(kept, given.layer_to_group)
     if given is None or numbers is None or not is_on_host(positions, given.tables[0]):
         return None
     groups = kept_groups(kept, runtime.kv_cache, numbers, given.tags, len(given.tables))
-    computed = None if groups is None else usual_pass(given, inputs, profile, groups)
+    computed = None if groups is None else usual_pass(given, inputs, positions, profile, groups)
     return None if groups is None or computed is None else (given, groups, computed)
 
 

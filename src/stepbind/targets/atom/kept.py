@@ -15,6 +15,7 @@ import torch
 from stepbind.targets.atom.api import AtomApi
 from stepbind.targets.atom.groups import AtomGroups, atom_groups
 from stepbind.targets.atom.memory import AttachPoint, CacheViews, LayerMaps, attach_points
+from stepbind.targets.atom.native import native
 from stepbind.targets.atom.passes import PlanBuffers
 from stepbind.targets.atom.read import AtomPass
 
@@ -79,12 +80,14 @@ def kept_groups(
     return kept.groups
 
 
-def kept_numbers(kept: Kept, array: npt.NDArray[Any] | None) -> tuple[int, ...] | None:
-    """The group numbers of layers that an array on the host holds; None where they are others now."""
-    if array is None or not array.size:
+def kept_numbers(kept: Kept, tensor: torch.Tensor | None) -> tuple[int, ...] | None:
+    """The group numbers of layers that a tensor on the host holds; None where they are others now."""
+    if tensor is None or not tensor.numel():
         return ()
     last = kept.layer_numbers
-    return last.numbers if last is not None and last.key == _content(array) else None
+    if last is None or native is None or not isinstance(content := last.key[0], bytes):
+        return None
+    return last.numbers if native.is_content(tensor, content) else None
 
 
 def _content(array: npt.NDArray[Any]) -> tuple[object, ...]:

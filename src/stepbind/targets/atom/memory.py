@@ -12,6 +12,7 @@ from stepbind.caches import StateSpec, state_slots
 from stepbind.errors import StepError
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.targets.atom.api import AtomApi
+from stepbind.targets.atom.native import native
 
 LayerMaps = tuple[dict[int, Any], dict[int, Any], dict[int, Any]]
 """Modules by layer number: Gated DeltaNet, paged attention, sparse MLA (the outer module where there is one)."""
@@ -68,6 +69,7 @@ class CacheViews:
         self._numbers = layer_numbers(maps)
         self._buffers = _buffers(kv_cache, self._numbers)
         self._aliases = [buffer.detach() for buffer in self._buffers]
+        self._places = None if native is None else native.places(self._buffers)
         places = ((buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype) for buffer in self._buffers)
         self.signature = (id(kv_cache), *places)
 
@@ -75,6 +77,8 @@ class CacheViews:
         """Whether they are still good for this cache and these layers."""
         if kv_cache is not self._kv_cache or not (maps is self._maps or maps == self._maps):
             return False
+        if self._places is not None:
+            return native.are_at(kv_cache.get_layer_cache, self._numbers, self._buffers, self._places)
         buffers, own = _buffers(kv_cache, self._numbers), self._buffers
         return (
             len(buffers) == len(own)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from stepbind.plan.plan import CONV_CHUNK, Plan
+from stepbind.targets.atom.native import native
 from stepbind.targets.atom.read import Offsets
 from stepbind.targets.atom.values import Int32, Rows
 from stepbind.targets.atom.values import upto as upto64
@@ -69,6 +70,8 @@ def _one_each(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 def conv_programs(query_start: Offsets, device: torch.device) -> tuple[dict[int, Any], torch.Tensor, torch.Tensor]:
     """Which row and which chunk of 8 tokens each program of ATOM's varlen convolution has (seed behaviour 10): counts
     by chunk size, and the two lists [max(1024, programs) * 2] int32 on the device, -1 behind the last program."""
+    if device.type == "cpu" and native is not None:
+        return _programs(*native.conv_programs(query_start, CONV_CHUNK, 1024))
     counts = query_start[1:] - query_start[:-1]  # of the offsets' dtype
     counts += CONV_CHUNK - 1
     counts //= CONV_CHUNK
@@ -82,16 +85,22 @@ def conv_programs(query_start: Offsets, device: torch.device) -> tuple[dict[int,
     chunk[:] = upto32(total)
     if counts.size > 1:
         chunk -= (end - counts).astype(np.int32).repeat(counts)
-    if device.type == "cpu":
-        batch, offset = torch.from_numpy(lists[0]), torch.from_numpy(lists[1])
-    else:
-        batch, offset = torch.from_numpy(lists).pin_memory().to(device, non_blocking=True).unbind(0)
+    there = torch.from_numpy(lists)
+    if device.type != "cpu":
+        there = there.pin_memory().to(device, non_blocking=True)
+    batch, offset = there.unbind(0)
+    return _programs(total, torch.from_numpy(counts), torch.from_numpy(row), torch.from_numpy(chunk), batch, offset)
+
+
+def _programs(
+    total: int, counts: torch.Tensor, row: torch.Tensor, chunk: torch.Tensor, batch: torch.Tensor, offset: torch.Tensor
+) -> tuple[dict[int, Any], torch.Tensor, torch.Tensor]:
     programs = {
-        "nums": torch.from_numpy(counts),
+        "nums": counts,
         "tot": total,
-        "mlist": torch.from_numpy(row),
+        "mlist": row,
         "mlist_len": total,
-        "offsetlist": torch.from_numpy(chunk),
+        "offsetlist": chunk,
         "batch_ptr": batch,
         "token_chunk_offset_ptr": offset,
     }

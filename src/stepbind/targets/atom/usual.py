@@ -1,199 +1,224 @@
-"""The usual passes in as few operations as can be: what a serving engine binds thousands of times.
+"""The usual passes on the host, in a few calls: what a serving engine binds thousands of times.
 
 They have their values on the host, every block in its place, and positions that count tokens; hybrids have tables in
-physical blocks. `usual_inputs` reads them, `usual_tables` looks into their tables. Whatever is otherwise goes the
-general way (`read`, `passes.compute_on_host`), which says what is wrong; tests hold the two together.
-
-Between two binds a model runs, so all code and data here are cold: what costs is how many calls there are, and how many
-different ones, hardly how many rows. Numbers that stand in array operations are arrays themselves (`as_int64`), which
-halves an operation's cost; what fails to be usual is seen on the way.
+physical blocks. Compiled code (`usual.c`) looks at all of that and computes the values in one call. Whatever is
+otherwise goes the general way (`read`, `passes.compute_on_host`), which says what is wrong; where the package was
+installed without a C compiler, so does everything. Tests hold the two together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from stepbind.step import INT32_MAX
-from stepbind.targets.atom.computed import Computed
+from stepbind.targets.atom.computed import Computed, States
 from stepbind.targets.atom.groups import AtomGroups
 from stepbind.targets.atom.metadata import Profile
-from stepbind.targets.atom.read import one_each
-from stepbind.targets.atom.shared import SharedValues, upto, upto32
-from stepbind.targets.atom.usual_inputs import Array, UsualInputs
-from stepbind.targets.atom.usual_tables import (
-    INT32,
-    ONE,
-    UsualGroups,
-    as_int64,
-    blocks_at,
-    prefill_slots,
-    states_of,
-    usual_tables,
-)
-from stepbind.targets.atom.values import Int32, highest, lowest
+from stepbind.targets.atom.native import native
+from stepbind.targets.atom.read import Offsets, one_each
+from stepbind.targets.atom.shared import SharedValues, upto
+from stepbind.targets.atom.usual_tables import Tensors, UsualGroups, UsualTables, usual_tables
 
-_from_numpy = torch.from_numpy
+_TABLE = "kv_cache_kernel_block_id_device"
+_COMMON = (_TABLE, f"{_TABLE}_by_group", "kv_cache_block_id_device", "kv_cache_layer_to_group")
+_PLUS_ONE, _START = "sequence_lengths_plus_1_device", "cu_seqlens_device"
+_of_decode = attrgetter("input_lengths", "prefix_lengths", "sequence_lengths", _PLUS_ONE, _START, *_COMMON)
+_of_prefill = attrgetter(_PLUS_ONE, "input_lengths", "prefix_lengths", "prefix_lengths_device", _START, *_COMMON)
 
 
-def usual_pass(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups) -> Computed | None:
+class UsualInputs(NamedTuple):
+    """What an eager pass is read from. Not looked at yet: neither shapes nor dtypes nor values.
+
+    attn_inputs: of the first group. unread: what no values are needed of: in decode new tokens and, empty, those of
+    prefixes; in prefill the plus-one field. lengths: in decode the tokens in the cache, context lengths, offsets; in
+    prefill the new tokens, those in the cache (twice: the host's and the device's), offsets. tables: of each group, or
+    of the store for the first one, where it has one and `physical`; is_store_alike: whether that has the shape of the
+    group's own, or as many rows where it is not read.
+    """
+
+    attn_inputs: Any
+    is_prefill: bool
+    unread: list[torch.Tensor | None]
+    lengths: list[torch.Tensor]
+    layer_to_group: torch.Tensor | None
+    tags: tuple[str, ...]
+    tables: list[torch.Tensor]
+    is_store_alike: bool
+
+
+def usual_inputs(inputs: Any, *, physical: bool) -> UsualInputs | None:
+    """None for a pass in a graph, and one whose inputs lack a field. physical: by `Profile`."""
+    try:
+        first, tags, is_store_alike = inputs.attention_inputs, (), True
+        others: list[Any] = []
+        if isinstance(first, Mapping):
+            tags = tuple(first)
+            first, *others = first.values()
+        if first.is_cuda_graph:
+            return None
+        is_prefill = first.is_prefill
+        *lengths, table, tables, store, to_group = (_of_prefill if is_prefill else _of_decode)(first)
+        unread, lengths = (lengths[:1], lengths[1:]) if is_prefill else (lengths[:2], lengths[2:])
+        if others or not tables:
+            tables = [table, *[each.kv_cache_kernel_block_id_device for each in others]]
+        if store is not None and store.numel():
+            shape, own = store.shape, tables[0].shape
+            if physical:
+                is_store_alike, tables = shape == own, [store, *tables[1:]]
+            else:
+                is_store_alike = len(shape) == 2 and shape[0] == own[0]
+        if any(map(is_, [*lengths, *tables], repeat(None))):
+            return None
+    except (AttributeError, ValueError, TypeError):  # the last one for what is None
+        return None
+    return UsualInputs(first, is_prefill, unread, lengths, to_group, tags, tables, is_store_alike)
+
+
+def usual_pass(
+    given: UsualInputs, inputs: Any, positions: torch.Tensor, profile: Profile, groups: AtomGroups
+) -> Computed | None:
     """None for a pass that is not usual. inputs: what `given` was read from."""
-    if groups.first_paged < 0:
+    if groups.first_paged < 0 or native is None:
         return None
-    return (_prefill if given.is_prefill else _decode)(given, inputs, profile, groups)
+    return (_prefill if given.is_prefill else _decode)(given, inputs, positions, profile, groups)
 
 
-def _decode(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups) -> Computed | None:
+def _decode(
+    given: UsualInputs, inputs: Any, positions: torch.Tensor, profile: Profile, groups: AtomGroups
+) -> Computed | None:
     """One token a row, behind at least one in the cache, by the host's lengths and the plus-one field."""
-    token, context, start = given.values
-    first, rows = given.attn_inputs, token.size
-    if (
-        first.input_lengths.numel() != rows
-        or _size(first.prefix_lengths)
-        or not _are(given.position, token)
-        or not _are(context, token + ONE)
-        or not start.size
-        or start.item(-1) > 0
-        or lowest(token) <= 0
-    ):
+    rows = positions.numel()
+    tables = usual_tables(given, inputs, profile, groups)
+    if tables is None or list(map(_size, given.unread)) != [rows, 0]:
         return None
-    longest = highest(token) + 1
-    tables = usual_tables(given, inputs, profile, groups, rows, longest)
-    if tables is None:
+    prior, context, start = given.lengths
+    found = native.decode(
+        prior,
+        context,
+        start,
+        positions,
+        tables.own,
+        tables.sizes,
+        tables.limits,
+        groups.paged,
+        bool(groups.state_groups),
+    )
+    if found is None:
         return None
-    tokens = token.astype(np.int64) + (_LAST_AND_NEW if groups.state_groups else _NEW)
-    blocks = blocks_at(tables, tokens, longest)
-    if blocks is None:
-        return None
-    slots = []
-    for index, size in zip(groups.paged, map(tables.sizes.__getitem__, groups.paged), strict=True):
-        number = as_int64(size)
-        slot = blocks[index, -1] * number
-        slot += tokens[-1] % number
-        slots.append(slot)
-    slot_tensors = list(map(_from_numpy, slots))
-    states = states_of(blocks, groups, is_prefill=False)
-    return Computed(
-        is_dummy=False,
-        num_rows=rows,
-        num_tokens=rows,
+    longest, total, *values = found
+    return _computed(
+        groups,
+        tables,
+        _Values(*values),
         shared=SharedValues(_one_each(rows), _rows(rows) if profile.sparse_fields else None, None, None),
-        query_start_host=one_each(rows),
-        seq_lens=given.tensors[1],
-        max_query=1,
-        max_context=longest,
-        total_context=int(np.add.reduce(context)),
+        start=one_each(rows),
+        context=context,
         has_prior=None,
-        has_prefix=False,
-        block_table=tables.first,
-        slot_mapping=slot_tensors[groups.first_paged],
-        groups=UsualGroups(tables, groups, slot_tensors, states),
-        state_read=None if states is None else states.read.of(0),
-        state_write=None if states is None else states.write.of(0),
-        states=states,
+        sizes=_Sizes(rows, rows, 1, longest, total, False),
     )
 
 
-def _prefill(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups) -> Computed | None:
+def _prefill(
+    given: UsualInputs, inputs: Any, positions: torch.Tensor, profile: Profile, groups: AtomGroups
+) -> Computed | None:
     """At least one token a row, by the host's lengths, the same ones on the device, and the offsets."""
-    if profile.prefill_context_is_plus_one and _size(given.attn_inputs.sequence_lengths_plus_1_device):
+    if profile.prefill_context_is_plus_one and _size(given.unread[0]):
         return None
-    new, prior, prior_device, start = given.values
-    position = given.position
-    rows, tokens = new.size, position.size
-    if (
-        not new.dtype == start.dtype == INT32
-        or start.size != rows + 1
-        or start.item(0)
-        or start.item(-1) != tokens
-        or not _are(prior_device, prior)
-        or lowest(prior) < 0
-        or highest(prior) > INT32_MAX - tokens
-    ):
-        return None
-    begin = start[:-1]
-    query = start[1:] - begin
-    if lowest(query) <= 0:
-        return None
-    if rows == 1 and prior.item(0) < _COUNTED:
-        token = upto32(prior.item(0) + tokens)[prior.item(0) :]
-    else:
-        token = (prior - begin).repeat(query)  # from a token's place in the pass to its number in the row
-        token += upto32(tokens)
-    if not _are(position, token):
-        return None
-    context, end = prior + new, prior + query
-    longest, last = highest(context), highest(end)
-    tables = usual_tables(given, inputs, profile, groups, rows, longest)
+    tables = usual_tables(given, inputs, profile, groups)
     if tables is None:
         return None
-    blocks = None
-    has_prior = prior > 0
+    new, prior, prior_device, start = given.lengths
+    found = native.prefill(
+        new,
+        prior,
+        prior_device,
+        start,
+        positions,
+        tables.own,
+        tables.sizes,
+        tables.limits,
+        groups.paged,
+        bool(groups.state_groups),
+        profile.sparse_fields,
+    )
+    if found is None:
+        return None
+    longest, total, most, has_prefix, slots, read, write, (context, has_prior, *by_token) = found
+    return _computed(
+        groups,
+        tables,
+        _Values(slots, read, write),
+        shared=SharedValues(start, *by_token),
+        start=start.numpy(),
+        context=context,
+        has_prior=has_prior if groups.state_groups else None,
+        sizes=_Sizes(new.numel(), positions.numel(), most, longest, total, has_prefix),
+    )
+
+
+class _Values(NamedTuple):
+    """Of each of `AtomGroups.sources`: slots [T] int64, states [B] int32."""
+
+    slots: Tensors
+    read: Tensors
+    write: Tensors
+
+
+class _Sizes(NamedTuple):
+    rows: int
+    tokens: int
+    max_query: int
+    max_context: int
+    total_context: int
+    has_prefix: bool
+
+
+def _computed(
+    groups: AtomGroups,
+    tables: UsualTables,
+    values: _Values,
+    *,
+    shared: SharedValues,
+    start: Offsets,
+    context: torch.Tensor,
+    has_prior: torch.Tensor | None,
+    sizes: _Sizes,
+) -> Computed:
+    slots, read, write = values
+    first_slots = slots[groups.paged[groups.first_paged]]
+    assert first_slots is not None
+    states = None
     if groups.state_groups:
-        fresh = None if lowest(prior) else prior == 0
-        pair = np.empty((2, rows), dtype=np.int64)
-        pair[0], pair[1] = prior, end
-        if fresh is not None:
-            pair[0, fresh] = end[fresh]
-        pair -= ONE
-        blocks = blocks_at(tables, pair, last)
-        if blocks is None:
-            return None
-        if fresh is not None:
-            blocks[:, 0, fresh] = -1
-    slots = []
-    for index in groups.paged:
-        slot = prefill_slots(tables, index, prior, end, begin, tokens, last)
-        if slot is None:
-            return None
-        slots.append(slot)
-    shared = SharedValues(given.tensors[3], None, None, None)
-    if profile.sparse_fields:
-        row = upto32(rows).repeat(query)
-        spans = _from_numpy(begin.repeat(query)), _from_numpy(upto32(tokens + 1)[1:])
-        shared = SharedValues(shared.query_start, _from_numpy(row), *spans)
-    slot_tensors = list(map(_from_numpy, slots))
-    states = states_of(blocks, groups, is_prefill=True)
+        keys = [((number, has_prior is not None), index) for number, index in groups.state_index.items()]
+        states = States({key: read[index] for key, index in keys}, {key: write[index] for key, index in keys})
     return Computed(
         is_dummy=False,
-        num_rows=rows,
-        num_tokens=tokens,
+        num_rows=sizes.rows,
+        num_tokens=sizes.tokens,
         shared=shared,
         query_start_host=start,
-        seq_lens=_from_numpy(context),
-        max_query=highest(query),
-        max_context=longest,
-        total_context=int(np.add.reduce(context)),
-        has_prior=_from_numpy(has_prior) if groups.state_groups else None,
-        has_prefix=highest(prior) > 0,
+        seq_lens=context,
+        max_query=sizes.max_query,
+        max_context=sizes.max_context,
+        total_context=sizes.total_context,
+        has_prior=has_prior,
+        has_prefix=sizes.has_prefix,
         block_table=tables.first,
-        slot_mapping=slot_tensors[groups.first_paged],
-        groups=UsualGroups(tables, groups, slot_tensors, states),
-        state_read=None if states is None else states.read.of(0),
-        state_write=None if states is None else states.write.of(0),
+        slot_mapping=first_slots,
+        groups=UsualGroups(tables.own, groups, slots, read, write),
+        state_read=None if states is None else read[groups.state_index[0]],
+        state_write=None if states is None else write[groups.state_index[0]],
         states=states,
     )
-
-
-def _are(array: Array, values: Int32) -> bool:
-    """Whether an array has these values, as int32 or int64."""
-    if array.dtype != INT32:
-        return array.dtype == np.int64 and array.shape == values.shape and bool((array == values).all())
-    return values.dtype == INT32 and array.tobytes() == values.tobytes()
 
 
 def _size(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel()
-
-
-_COUNTED = 2**20
-"""Tokens in the cache up to which numbers of tokens are cut out of a kept array."""
-
-_LAST_AND_NEW, _NEW = np.array([[-1], [0]]), np.array([[0]])
-"""Added to the number of a new token: itself, behind the one before it where there are states."""
 
 
 @lru_cache(maxsize=1024)
