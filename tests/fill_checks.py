@@ -14,11 +14,13 @@ from tests.plan.test_fill import assert_plan_equals_reference
 from tests.random_steps import random_table
 
 
-def on_device(step: Step, device: torch.device | str, *, device_lengths: bool) -> Step:
-    """The step as a host on `device` would say it, with or without device copies of lengths that it knows."""
+def on_device(step: Step, device: torch.device | str, *, device_lengths: bool, contexts: bool = False) -> Step:
+    """The step as a host on `device` would say it, with or without device copies of lengths that it knows; with
+    `contexts` a decode's are context lengths."""
+    contexts &= device_lengths and step.phase is Phase.DECODE and not step.lengths_are_bounds
 
-    def lengths(of: Lengths) -> Lengths:
-        values = of.device if step.lengths_are_bounds else torch.from_numpy(of.host.copy())
+    def lengths(of: Lengths, add: int = 0) -> Lengths:
+        values = of.device if step.lengths_are_bounds else torch.from_numpy(of.host + add)
         assert values is not None
         keep = device_lengths or step.lengths_are_bounds
         return dataclasses.replace(of, device=values.to(device) if keep else None)
@@ -29,7 +31,8 @@ def on_device(step: Step, device: torch.device | str, *, device_lengths: bool) -
     return dataclasses.replace(
         step,
         query_len=lengths(step.query_len),
-        prior_len=lengths(step.prior_len),
+        prior_len=lengths(step.prior_len, int(contexts and not step.is_dummy)),
+        contexts_on_device=contexts,
         tables=tuple(table(of) for of in step.tables),
         position=None if step.position is None else step.position.to(device),
     )

@@ -78,6 +78,14 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: prefill(query_len=[5, 20], prior_len=[0, 2**31 - 1]),
         r"prior_len \+ query_len: got 2147483667, expected at most 2147483647",
     ),
+    "contexts of a prefill": (
+        lambda: prefill(contexts_on_device=True),
+        r"contexts_on_device: got a prefill pass, expected a decode pass of known lengths",
+    ),
+    "contexts that are not there": (
+        lambda: prefill(phase=Phase.DECODE, query_len=[1, 1], contexts_on_device=True),
+        r"prior_len.device: got none, expected context lengths, as contexts_on_device says",
+    ),
     "device lengths as host": (
         lambda: Lengths.of(torch.ones(2, dtype=torch.int32, device="meta")),
         r"lengths: got a tensor on meta, expected host values",

@@ -152,6 +152,8 @@ class Step:
     lengths_are_bounds: the host's lengths are upper bounds that give sizes, and the device's hold the values, with 0 of
         both for rows that are padding. For a decode or verify pass whose live rows are known on the device alone, as
         in a graph that replays on other lengths than it was captured with.
+    contexts_on_device: `prior_len.device` holds context lengths, prior_len + query_len, which is what some hosts have
+        there. In decode, where the lengths are no bounds.
 
     Everything below `padded_tokens` is derived. Raises `StepError` on anything that does not fit together.
     """
@@ -164,6 +166,7 @@ class Step:
     padded_rows: int = 0
     padded_tokens: int = 0
     lengths_are_bounds: bool = False
+    contexts_on_device: bool = False
     num_rows: int = field(init=False)
     num_tokens: int = field(init=False)
     max_query: int = field(init=False)
@@ -214,6 +217,7 @@ def make_step(
     padded_rows: int = 0,
     padded_tokens: int = 0,
     lengths_are_bounds: bool = False,
+    contexts_on_device: bool = False,
 ) -> Step:
     """A `Step` from tables by group name; `granularity` is one for all groups or one by group name.
 
@@ -235,6 +239,7 @@ def make_step(
         padded_rows=padded_rows,
         padded_tokens=padded_tokens,
         lengths_are_bounds=lengths_are_bounds,
+        contexts_on_device=contexts_on_device,
     )
 
 
@@ -354,6 +359,11 @@ def columns_needed(step: Step, table: BlockTable) -> int:
 def _check_device_values(step: Step) -> None:
     if step.lengths_are_bounds and step.phase is Phase.PREFILL:
         raise StepError("phase", "prefill with bounds for lengths", "decode or verify: a prefill's lengths are known")
+    if step.contexts_on_device and (step.phase is not Phase.DECODE or step.lengths_are_bounds):
+        bounds = " with bounds for lengths" if step.lengths_are_bounds else ""
+        raise StepError("contexts_on_device", f"a {step.phase.value} pass{bounds}", "a decode pass of known lengths")
+    if step.contexts_on_device and step.prior_len.device is None:
+        raise StepError("prior_len.device", "none", "context lengths, as contexts_on_device says")
     for name, lengths in (("query_len", step.query_len), ("prior_len", step.prior_len)):
         tensor = lengths.device
         if tensor is None:

@@ -36,7 +36,7 @@ def check_all(device: str, seeds: int) -> None:
     for seed in range(8 * seeds):
         make = bounded_step if seed % 4 == 3 else random_step
         for step in (make(seed), with_garbage_tables(make(seed), seed)):
-            there = on_device(step, device, device_lengths=seed % 2 == 0)
+            there = on_device(step, device, device_lengths=seed % 2 == 0, contexts=seed % 4 == 0)
             check_fill(there, poisoned_arena(there))
     for phase, seed in itertools.product(Phase, range(seeds)):
         check_attention(seed, phase, Shape(), device)

@@ -17,9 +17,9 @@ from tests.random_steps import bounded_step, steps
 
 
 @settings(max_examples=300)
-@given(steps() | st.integers(0, 2**32).map(bounded_step), st.booleans())
-def test_the_fill_kernels_equal_the_reference(step: Step, device_lengths: bool) -> None:
-    step = on_device(step, "cuda", device_lengths=device_lengths)
+@given(steps() | st.integers(0, 2**32).map(bounded_step), st.booleans(), st.booleans())
+def test_the_fill_kernels_equal_the_reference(step: Step, device_lengths: bool, contexts: bool) -> None:
+    step = on_device(step, "cuda", device_lengths=device_lengths, contexts=contexts)
     check_fill(step, poisoned_arena(step))
 
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepbind import BlockFaultError, CacheGroup, Granularity, GroupKind, Phase, build_plan, make_arena, make_step
+from stepbind import (
+    BlockFaultError,
+    CacheGroup,
+    Granularity,
+    GroupKind,
+    Lengths,
+    Phase,
+    build_plan,
+    make_arena,
+    make_step,
+)
 from stepbind.plan import PagedPlan, Plan, StatePlan
 
 LATENT = CacheGroup("latent", GroupKind.LATENT, (0,), block_size=64, kernel_block_size=16, num_blocks=50)
@@ -66,6 +76,15 @@ def test_a_physical_table_is_recovered_from_a_kernel_one() -> None:
     assert plan.physical_table is not None
     assert plan.physical_table.tolist() == [[3, 7]]
     assert plan.slot[[0, 63, 64, 69]].tolist() == [192, 255, 448, 453]
+
+
+def test_a_host_may_have_contexts_on_the_device_in_place_of_prior_lengths() -> None:
+    prior, table = Lengths.of([9, 7]), torch.tensor([[4, 5], [6, 7]], dtype=torch.int32)
+    there = Lengths(prior.host, torch.tensor([10, 8], dtype=torch.int32))
+    step = make_step([STATE], Phase.DECODE, [1, 1], there, {"state": table}, contexts_on_device=True)
+    plan = build_plan(step, make_arena([STATE], max_rows=8, max_tokens=8, max_context=64))
+    assert (plan.shared.prior_len.tolist(), plan.shared.context_len.tolist()) == ([9, 7], [10, 8])
+    assert (state(plan).state_read.tolist(), state(plan).state_write.tolist()) == ([5, 6], [5, 6])
 
 
 def test_decode_inside_a_block_reads_and_writes_one_slot() -> None:

@@ -121,6 +121,11 @@ def run_ops(dtype: torch.dtype, state_dtype: torch.dtype, phase: Phase, rows: in
     widest = context + query if rows == 1 else 16384  # tables that a fill copies with 2 warps, and with 4
     arena = make_arena((attention, state), max_rows=rows, max_tokens=rows * query, max_context=widest)
     build_plan(step, arena, strict=False, triton=True)
+    if phase is Phase.DECODE:
+        pair = (step.query_len, step.prior_len)
+        known = [dataclasses.replace(lengths, device=torch.from_numpy(lengths.host)) for lengths in pair]
+        of_contexts = dataclasses.replace(step, query_len=known[0], prior_len=known[1], contexts_on_device=True)
+        build_plan(of_contexts, arena, strict=False, triton=True)
     plan = build_plan(step, arena, strict=False, triton=False)
     tokens, shared, sizes = rows * query, plan.shared, plan.sizes
     paged: Any = plan.groups[0]

@@ -22,13 +22,17 @@ from tests.random_steps import bounded_step, random_step, steps
 @given(
     steps() | st.integers(0, 2**32).map(bounded_step),
     st.booleans(),
+    st.booleans(),
     st.sampled_from([64, 512]),
     st.sampled_from([8, 1056]),
 )
-def test_the_fill_kernels_equal_the_reference(step: Step, device_lengths: bool, columns: int, programs: int) -> None:
+def test_the_fill_kernels_equal_the_reference(
+    step: Step, device_lengths: bool, contexts: bool, columns: int, programs: int
+) -> None:
     """However many columns a program copies at once, and however many programs share a row's."""
     with patch.multiple(fill_triton, COLUMNS=columns, PROGRAMS=programs):
-        check_fill(on_device(step, "cpu", device_lengths=device_lengths), poisoned_arena(step))
+        there = on_device(step, "cpu", device_lengths=device_lengths, contexts=contexts)
+        check_fill(there, poisoned_arena(step))
 
 
 @settings(max_examples=10)

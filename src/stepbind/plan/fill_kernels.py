@@ -241,16 +241,19 @@ def fill_decode(
     COLUMNS: tl.constexpr,
     SEARCH: tl.constexpr,
     POWERS: tl.constexpr,
+    CONTEXTS: tl.constexpr,
 ):
     """A decode step: program (i, g, 0) has the values of rows and padding tokens i*ROWS .. for group g; program
     (i, g, 1+c) has every c-th part of those rows' table columns, which then wait for nothing in the values' way.
-    Rows have one new token or none. query_len, prior_len: addresses."""
+    Rows have one new token or none. query_len, prior_len: addresses, the latter with CONTEXTS of context lengths."""
     block, part = tl.program_id(0), tl.program_id(2) - 1
     has_values = tl.program_id(2) == 0
     is_first = tl.program_id(1) == 0
     group = desc + STEP_FIELDS + tl.program_id(1) * GROUP_FIELDS
     row = block * ROWS + tl.arange(0, ROWS)
     query, prior = lengths(query_len, prior_len, row, num_rows)
+    if CONTEXTS:
+        prior = tl.maximum(prior - query, 0)
     is_state = tl.load(group + IS_STATE)
     table_of = table_fields(group, POWERS)
     if is_state != 0:

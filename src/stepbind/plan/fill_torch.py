@@ -32,6 +32,8 @@ def _fill_shared(step: Step, shared: Shared) -> None:
     for lengths, out in ((step.query_len, shared.query_len), (step.prior_len, shared.prior_len)):
         out[:rows] = _on_device(lengths, rows, step.device)
         out[rows:] = 0
+    if step.contexts_on_device:
+        shared.prior_len.sub_(shared.query_len)
     torch.add(shared.query_len, shared.prior_len, out=shared.context_len)
     torch.gt(shared.prior_len, 0, out=shared.has_prior)
     shared.query_start[0] = 0

@@ -144,8 +144,9 @@ class Launcher:
         )
 
     def fill(self, step: Step) -> Plan:
-        bucket = self._bucket_of(step)
         query, prior = step.query_len.device, step.prior_len.device
+        are_there = query is not None and prior is not None
+        bucket = self._bucket_of(step, step.contexts_on_device and are_there)
         if query is None or prior is None:
             descriptor, start = self._send(step), self.uploaded_lengths
             lengths = (start, start + 4 * step.num_rows)
@@ -156,9 +157,9 @@ class Launcher:
         bucket.launch(descriptor, *lengths, step.num_rows, *bucket.arguments)
         return Plan(Sizes.of(step), bucket.shared, bucket.groups, self.arena.group_of_layer, descriptor)
 
-    def _bucket_of(self, step: Step) -> _Bucket:
+    def _bucket_of(self, step: Step, contexts: bool) -> _Bucket:
         if step.phase is Phase.DECODE:
-            key: tuple[int, ...] = (step.padded_rows, step.padded_tokens)
+            key: tuple[int, ...] = (step.padded_rows, step.padded_tokens, contexts)
         else:
             snapshots = [num_snapshots(step, size) for size in self.arena.state_sizes]
             verify = step.phase is Phase.VERIFY
@@ -169,9 +170,8 @@ class Launcher:
             bucket = self.buckets[key] = self._bucket(step.phase, *key)
         return bucket
 
-    def _bucket(
-        self, phase: Phase, rows: int, tokens: int, verify: int = 0, chunks: int = 0, *snapshots: int
-    ) -> _Bucket:
+    def _bucket(self, phase: Phase, rows: int, tokens: int, variant: int, chunks: int = 0, *snapshots: int) -> _Bucket:
+        """variant: in decode whether contexts are on the device, else whether the phase is verify."""
         counts = snapshots or (0,) * len(self.arena.state_sizes)
         num_groups, row_blocks = len(self.arena.groups), -(-rows // ROWS)
         columns = min(COLUMNS, max(32, triton.next_power_of_2(self.widest)))
@@ -181,14 +181,14 @@ class Launcher:
             grid = (-(-max(rows, tokens) // ROWS), num_groups, 1 + parts)
             search = min(MAX_SEARCH_DECODE, max(32, triton.next_power_of_2(rows)))
             numbers: tuple[int, ...] = (rows, tokens)
-            constants: tuple[int | bool, ...] = (ROWS, columns, search, self.powers)
+            constants: tuple[int | bool, ...] = (ROWS, columns, search, self.powers, bool(variant))
             warps = 2 if columns <= NARROW else 4
         else:
             kernel = fill_ragged
             items = (tokens, chunks, max(counts, default=0))
             grid = (sum([-(-count // TOKENS) for count in items]) + row_blocks * parts, num_groups, 1)
             numbers = (rows, *items, row_blocks, parts)
-            constants = (bool(verify), TOKENS, ROWS, columns, SEARCH, self.powers)
+            constants = (bool(variant), TOKENS, ROWS, columns, SEARCH, self.powers)
             warps = 4
         compiled = self.compiled.get(constants)
         if compiled is None:

@@ -57,6 +57,7 @@ class _PassLengths:
     query: Lengths
     prior: Lengths
     are_bounds: bool = False
+    contexts_on_device: bool = False
 
 
 def step_of(
@@ -87,6 +88,7 @@ def step_of(
         position=position,
         padded_tokens=host.num_tokens,
         lengths_are_bounds=lengths.are_bounds,
+        contexts_on_device=lengths.contexts_on_device,
     )
     if not step.is_dummy and step.num_tokens != host.num_tokens:
         raise StepError("input_ids", f"{host.num_tokens} tokens", f"the {step.num_tokens} that the lengths say")
@@ -130,8 +132,8 @@ def _decode_lengths(host: HostPass, scratch: Scratch) -> _PassLengths | None:
         return _PassLengths(Lengths(np.zeros(rows, np.int32)), Lengths(prior))
     if host.context_len is None:
         return _PassLengths(Lengths(np.ones(rows, np.int32), scratch.ones[:rows]), Lengths(prior))
-    torch.sub(host.context_len, 1, out=scratch.prior[:rows])
-    return _PassLengths(Lengths(np.ones(rows, np.int32), scratch.ones[:rows]), Lengths(prior, scratch.prior[:rows]))
+    ones = Lengths(np.ones(rows, np.int32), scratch.ones[:rows])
+    return _PassLengths(ones, Lengths(prior, host.context_len), contexts_on_device=True)
 
 
 def _bounded_lengths(host: HostPass, tables: Sequence[BlockTable], scratch: Scratch, max_context: int) -> _PassLengths:
