@@ -1,4 +1,4 @@
-"""The three ways to compute a pass agree: the plan's values, the general way on the CPU, and the usual decode's."""
+"""The ways to compute a pass agree: the general one and the usual one, on the CPU and by the plan."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import PlanBuffers, compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import read
 from stepbind.targets.atom.usual import usual_inputs, usual_pass
+from stepbind.targets.atom.usual_gpu import usual_on_gpu
 from tests.targets.atom_double.modules import atom_installed
 from tests.targets.atom_double.passes import (
     hybrid_model,
@@ -74,6 +75,12 @@ class Pass:
         tokens = self.positions.numel()
         return compute_by_plan(self.inputs, self.host, tokens, self.profile, self.groups, PlanBuffers(), 64, False)
 
+    def usual_by_plan(self) -> Computed | None:
+        given = usual_inputs(self.inputs, physical=self.profile.physical_table)
+        if given is None:
+            return None
+        return usual_on_gpu(given, self.positions, self.profile, self.groups, PlanBuffers(), False, 0)
+
     def captured(self) -> Computed:
         return compute_captured(self.inputs, self.host, self.profile, self.groups, PlanBuffers(), 64)
 
@@ -110,6 +117,19 @@ def test_the_usual_pass_equals_the_general_way(which: int, ratio: int, holes: bo
         if usual is not None:
             assert_same(usual, case.general())
     assert min(taken.values()) > 20
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("holes", [False, True])
+def test_the_usual_pass_on_a_gpu_equals_the_general_way_there(which: int, holes: bool) -> None:
+    taken = {False: 0, True: 0}
+    for seed in range(100):
+        case = Pass(seed, which, 1, holes=holes)
+        usual = case.usual_by_plan()
+        taken[case.host.is_prefill] += usual is not None
+        if usual is not None:
+            assert_same(usual, case.by_plan())
+    assert min(taken.values()) > 10
 
 
 @pytest.mark.parametrize("which", range(3))

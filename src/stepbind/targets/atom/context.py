@@ -30,6 +30,7 @@ from stepbind.targets.atom.passes import compute_by_plan, compute_captured, comp
 from stepbind.targets.atom.read import AtomPass, read
 from stepbind.targets.atom.states import state_slots_of_layer
 from stepbind.targets.atom.usual import UsualInputs, usual_inputs, usual_pass
+from stepbind.targets.atom.usual_gpu import usual_on_gpu
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class RTPForwardContext:
         maps = layer_maps or collect_layers(model, api)
         kept = kept_on(runtime)
         tensors = update_views(kept, runtime, maps, api)
-        usual = _usual(cls.profile, kept, runtime, inputs, positions)
+        usual = _usual(cls.profile, kept, runtime, inputs, positions, strict)
         if usual is not None:
             (host, groups, computed), captured = usual, False
         else:
@@ -275,18 +276,24 @@ def is_on_host(positions: torch.Tensor, table: torch.Tensor) -> bool:
 
 
 def _usual(
-    profile: Profile, kept: Kept, runtime: Any, inputs: Any, positions: torch.Tensor
+    profile: Profile, kept: Kept, runtime: Any, inputs: Any, positions: torch.Tensor, strict: bool | None
 ) -> tuple[UsualInputs, AtomGroups, Computed] | None:
-    """A pass of the usual kind on the CPU; None for others, good or bad."""
-    if not positions.is_cpu or atom.capturing():
+    """A pass of the usual kind; None for others, good or bad."""
+    if atom.capturing():
         return None
     given = usual_inputs(inputs, physical=profile.physical_table)
     numbers = None if given is None else kept_numbers(kept, given.layer_to_group)
-    if given is None or numbers is None or not is_on_host(positions, given.tables[0]):
+    if given is None or numbers is None:
         return None
     groups = kept_groups(kept, runtime.kv_cache, numbers, given.tags, len(given.tables))
-    computed = None if groups is None else usual_pass(given, inputs, positions, profile, groups)
-    return None if groups is None or computed is None else (given, groups, computed)
+    if groups is None:
+        return None
+    if is_on_host(positions, given.tables[0]):
+        computed = usual_pass(given, inputs, positions, profile, groups)
+    else:
+        level = _bound.level_of(runtime)
+        computed = usual_on_gpu(given, positions, profile, groups, kept.buffers, strict, level)
+    return None if computed is None else (given, groups, computed)
 
 
 def _compute(

@@ -19,15 +19,16 @@ from stepbind.targets.atom.read import AtomPass
 @dataclass(frozen=True)
 class AtomGroups:
     """sources: a cache group for each of the host's groups and each kind of layer in it. block_size and
-    kernel_block_size: of the first group, in tokens. layer_to_group: the host's number of each layer's group, as the
-    pass says it (empty where there is one). state_groups: numbers of the groups that have Gated DeltaNet layers.
-    first_slots, first_states: the first of the host's groups taken for one of attention, and for a recurrent one, in
-    blocks of `block_size`: what the reference's fields of the first group are read with. planned: `sources`, and behind
-    them those two where no layer of theirs is in the first group but the fields are there. paged: which of `sources`
-    have slots; first_paged: which of `paged` is of the first of the host's groups, -1 for none. state_index: which of
-    `sources` has the table that the states of one of the host's groups are in; also of the first one, where it is
-    paged. sizes: tokens of a physical block of each of `sources`. has_kernel_blocks: whether any group has kernel
-    blocks smaller than its physical ones. fewest_blocks: of all pools."""
+    kernel_block_size: of the first group, in tokens. layer_to_group: the host's number of each layer's group, as
+    the pass says it (empty where there is one). state_groups: numbers of the groups that have Gated DeltaNet
+    layers. first_slots, first_states: the first of the host's groups taken for one of attention, and for a
+    recurrent one, in blocks of `block_size`: what the reference's fields of the first group are read with. planned:
+    `sources`, and behind them those two where no layer of theirs is in the first group but the fields are there.
+    paged: which of `sources` have slots; first_paged: which of `paged` is of the first of the host's groups, -1 for
+    none. state_index: which of `sources` has the table that the states of one of the host's groups are in; also of
+    the first one, where it is paged. planned_states: which of `planned` has the states of one of the host's groups.
+    sizes: tokens of a physical block of each of `sources`. has_kernel_blocks: whether any group has kernel blocks
+    smaller than its physical ones. fewest_blocks: of all pools."""
 
     sources: tuple[GroupSource, ...]
     block_size: int
@@ -40,6 +41,7 @@ class AtomGroups:
     paged: tuple[int, ...]
     first_paged: int
     state_index: dict[int, int]
+    planned_states: dict[int, int]
     sizes: tuple[int, ...]
     has_kernel_blocks: bool
     fewest_blocks: int
@@ -106,6 +108,7 @@ def atom_groups(kv_cache: Any, maps: LayerMaps, host: AtomPass, layer_to_group: 
         paged,
         first_paged,
         state_index,
+        {each.table: i for i, each in enumerate(planned) if each.group.kind is GroupKind.STATE},
         tuple([each.group.block_size for each in sources]),
         has_kernel_blocks=any(source.group.ratio > 1 for source in sources),
         fewest_blocks=min((source.group.num_blocks for source in sources), default=0),

@@ -14,7 +14,7 @@ from stepbind.groups import GroupKind
 from stepbind.hosts.rtp_llm.reader import read_pass
 from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
 from stepbind.plan import Arena, ArenaPool, Plan, build_plan, make_arena
-from stepbind.step import INT32_MAX, Granularity, Step
+from stepbind.step import INT32_MAX, BlockTables, Granularity, Step
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups, granularity
 from stepbind.targets.atom.metadata import Profile
@@ -50,6 +50,7 @@ class PlanBuffers:
     lenient: ArenaPool = field(default_factory=lambda: ArenaPool(MIN_ROWS))
     eager_scratch: dict[int, Scratch] = field(default_factory=dict)
     tables: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
+    usual_tables: dict[tuple[int, ...], tuple[bytes, BlockTables, object]] = field(default_factory=dict)
 
     def scratch_for(self, host: AtomPass) -> Scratch:
         """The thread's own. The fill reads it, and nobody behind that: nested passes may use it in turn."""

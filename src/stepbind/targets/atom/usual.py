@@ -8,7 +8,7 @@ installed without a C compiler, so does everything. Tests hold the two together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import repeat
 from operator import attrgetter, is_
@@ -22,29 +22,36 @@ from stepbind.targets.atom.metadata import Profile
 from stepbind.targets.atom.native import native
 from stepbind.targets.atom.read import Offsets, one_each
 from stepbind.targets.atom.shared import SharedValues, upto
-from stepbind.targets.atom.usual_tables import Tensors, UsualGroups, UsualTables, usual_tables
+from stepbind.targets.atom.usual_tables import UsualGroups, usual_tables
 
 _TABLE = "kv_cache_kernel_block_id_device"
 _COMMON = (_TABLE, f"{_TABLE}_by_group", "kv_cache_block_id_device", "kv_cache_layer_to_group")
-_PLUS_ONE, _START = "sequence_lengths_plus_1_device", "cu_seqlens_device"
-_of_decode = attrgetter("input_lengths", "prefix_lengths", "sequence_lengths", _PLUS_ONE, _START, *_COMMON)
-_of_prefill = attrgetter(_PLUS_ONE, "input_lengths", "prefix_lengths", "prefix_lengths_device", _START, *_COMMON)
+_PLUS_ONE, _STARTS = "sequence_lengths_plus_1_device", ("cu_seqlens", "cu_seqlens_device")
+_of_decode = attrgetter(*_COMMON, "input_lengths", "prefix_lengths", "sequence_lengths", _PLUS_ONE, *_STARTS)
+_of_prefill = attrgetter(
+    *_COMMON,
+    _PLUS_ONE,
+    "input_lengths",
+    "input_lengths_device",
+    "prefix_lengths",
+    "prefix_lengths_device",
+    *_STARTS,
+)
 
 
 class UsualInputs(NamedTuple):
     """What an eager pass is read from. Not looked at yet: neither shapes nor dtypes nor values.
 
-    attn_inputs: of the first group. unread: what no values are needed of: in decode new tokens and, empty, those of
-    prefixes; in prefill the plus-one field. lengths: in decode the tokens in the cache, context lengths, offsets; in
-    prefill the new tokens, those in the cache (twice: the host's and the device's), offsets. tables: of each group, or
-    of the store for the first one, where it has one and `physical`; is_store_alike: whether that has the shape of the
-    group's own, or as many rows where it is not read.
+    attn_inputs: of the first group. lengths: in decode new tokens, those of prefixes (empty), tokens in the cache,
+    contexts, offsets; in prefill the plus-one field, new tokens, those in the cache, offsets. What the host and the
+    device both have is there twice, the host's first. tables: of each group, or of the store for the first one, where
+    it has one and `physical`; is_store_alike: whether that has the shape of the group's own, or as many rows where it
+    is not read.
     """
 
     attn_inputs: Any
     is_prefill: bool
-    unread: list[torch.Tensor | None]
-    lengths: list[torch.Tensor]
+    lengths: list[Any]
     layer_to_group: torch.Tensor | None
     tags: tuple[str, ...]
     tables: list[torch.Tensor]
@@ -62,8 +69,7 @@ def usual_inputs(inputs: Any, *, physical: bool) -> UsualInputs | None:
         if first.is_cuda_graph:
             return None
         is_prefill = first.is_prefill
-        *lengths, table, tables, store, to_group = (_of_prefill if is_prefill else _of_decode)(first)
-        unread, lengths = (lengths[:1], lengths[1:]) if is_prefill else (lengths[:2], lengths[2:])
+        table, tables, store, to_group, *lengths = (_of_prefill if is_prefill else _of_decode)(first)
         if others or not tables:
             tables = [table, *[each.kv_cache_kernel_block_id_device for each in others]]
         if store is not None and store.numel():
@@ -72,11 +78,15 @@ def usual_inputs(inputs: Any, *, physical: bool) -> UsualInputs | None:
                 is_store_alike, tables = shape == own, [store, *tables[1:]]
             else:
                 is_store_alike = len(shape) == 2 and shape[0] == own[0]
-        if any(map(is_, [*lengths, *tables], repeat(None))):
+        if has_none(tables):
             return None
     except (AttributeError, ValueError, TypeError):  # the last one for what is None
         return None
-    return UsualInputs(first, is_prefill, unread, lengths, to_group, tags, tables, is_store_alike)
+    return UsualInputs(first, is_prefill, lengths, to_group, tags, tables, is_store_alike)
+
+
+def has_none(values: Sequence[Any]) -> bool:
+    return any(map(is_, values, repeat(None)))
 
 
 def usual_pass(
@@ -93,10 +103,10 @@ def _decode(
 ) -> Computed | None:
     """One token a row, behind at least one in the cache, by the host's lengths and the plus-one field."""
     rows = positions.numel()
+    new, prefix, prior, context, _, start = given.lengths
     tables = usual_tables(given, inputs, profile, groups)
-    if tables is None or list(map(_size, given.unread)) != [rows, 0]:
+    if tables is None or size_of(new) != rows or size_of(prefix):
         return None
-    prior, context, start = given.lengths
     found = native.decode(
         prior,
         context,
@@ -111,15 +121,16 @@ def _decode(
     if found is None:
         return None
     longest, total, *values = found
-    return _computed(
+    return computed_of(
         groups,
-        tables,
-        _Values(*values),
+        tables.first,
+        UsualGroups(tables.own, groups, *values),
+        groups.state_index,
         shared=SharedValues(_one_each(rows), _rows(rows) if profile.sparse_fields else None, None, None),
         start=one_each(rows),
         context=context,
         has_prior=None,
-        sizes=_Sizes(rows, rows, 1, longest, total, False),
+        sizes=UsualSizes(rows, rows, 1, longest, total, False),
     )
 
 
@@ -127,12 +138,12 @@ def _prefill(
     given: UsualInputs, inputs: Any, positions: torch.Tensor, profile: Profile, groups: AtomGroups
 ) -> Computed | None:
     """At least one token a row, by the host's lengths, the same ones on the device, and the offsets."""
-    if profile.prefill_context_is_plus_one and _size(given.unread[0]):
+    plus_one, new, _, prior, prior_device, _, start = given.lengths
+    if profile.prefill_context_is_plus_one and size_of(plus_one):
         return None
     tables = usual_tables(given, inputs, profile, groups)
     if tables is None:
         return None
-    new, prior, prior_device, start = given.lengths
     found = native.prefill(
         new,
         prior,
@@ -149,27 +160,20 @@ def _prefill(
     if found is None:
         return None
     longest, total, most, has_prefix, slots, read, write, (context, has_prior, *by_token) = found
-    return _computed(
+    return computed_of(
         groups,
-        tables,
-        _Values(slots, read, write),
+        tables.first,
+        UsualGroups(tables.own, groups, slots, read, write),
+        groups.state_index,
         shared=SharedValues(start, *by_token),
         start=start.numpy(),
         context=context,
         has_prior=has_prior if groups.state_groups else None,
-        sizes=_Sizes(new.numel(), positions.numel(), most, longest, total, has_prefix),
+        sizes=UsualSizes(new.numel(), positions.numel(), most, longest, total, has_prefix),
     )
 
 
-class _Values(NamedTuple):
-    """Of each of `AtomGroups.sources`: slots [T] int64, states [B] int32."""
-
-    slots: Tensors
-    read: Tensors
-    write: Tensors
-
-
-class _Sizes(NamedTuple):
+class UsualSizes(NamedTuple):
     rows: int
     tokens: int
     max_query: int
@@ -178,23 +182,25 @@ class _Sizes(NamedTuple):
     has_prefix: bool
 
 
-def _computed(
+def computed_of(
     groups: AtomGroups,
-    tables: UsualTables,
-    values: _Values,
+    first_table: torch.Tensor,
+    values: UsualGroups,
+    state_index: dict[int, int],
     *,
     shared: SharedValues,
     start: Offsets,
     context: torch.Tensor,
     has_prior: torch.Tensor | None,
-    sizes: _Sizes,
+    sizes: UsualSizes,
 ) -> Computed:
-    slots, read, write = values
+    """state_index: which of `values` has the states of one of the host's groups."""
+    slots, read, write = values.slots, values.read, values.write
     first_slots = slots[groups.paged[groups.first_paged]]
     assert first_slots is not None
     states = None
     if groups.state_groups:
-        keys = [((number, has_prior is not None), index) for number, index in groups.state_index.items()]
+        keys = [((number, has_prior is not None), index) for number, index in state_index.items()]
         states = States({key: read[index] for key, index in keys}, {key: write[index] for key, index in keys})
     return Computed(
         is_dummy=False,
@@ -208,16 +214,16 @@ def _computed(
         total_context=sizes.total_context,
         has_prior=has_prior,
         has_prefix=sizes.has_prefix,
-        block_table=tables.first,
+        block_table=first_table,
         slot_mapping=first_slots,
-        groups=UsualGroups(tables.own, groups, slots, read, write),
-        state_read=None if states is None else read[groups.state_index[0]],
-        state_write=None if states is None else write[groups.state_index[0]],
+        groups=values,
+        state_read=None if states is None else read[state_index[0]],
+        state_write=None if states is None else write[state_index[0]],
         states=states,
     )
 
 
-def _size(tensor: torch.Tensor | None) -> int:
+def size_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel()
 
 

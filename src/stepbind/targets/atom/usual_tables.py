@@ -46,10 +46,13 @@ def usual_tables(given: UsualInputs, inputs: Any, profile: Profile, groups: Atom
 
 
 def _kernel_tables(given: UsualInputs, inputs: Any, profile: Profile, groups: AtomGroups) -> UsualTables | None:
-    if not all(length.is_cpu for length in given.lengths):
+    if given.is_prefill:
+        _, new, _, prior, *_ = given.lengths
+    else:
+        new, _, prior, *_ = given.lengths
+    if new is None or prior is None or not (new.is_cpu and prior.is_cpu and new.shape == prior.shape):
         return None
-    lengths = given.lengths[0] + given.lengths[1] if given.is_prefill else given.lengths[0] + 1
-    longest, host = int(lengths.max()), read(inputs)
+    longest, host = int((prior + new).max()), read(inputs)
     chosen = [group_table(source, host, profile, longest) for source in groups.sources]
     most = max([table.ids_per_block for table in chosen])
     if groups.state_groups and most > 1:
@@ -68,21 +71,24 @@ class UsualGroups(Sequence[GroupValues]):
     def __init__(
         self, tables: list[torch.Tensor], groups: AtomGroups, slots: Tensors, read: Tensors, write: Tensors
     ) -> None:
-        self._of = groups.sources, tables, slots, read, write
+        """slots [T] int64, read and write [B] int32: of each of `AtomGroups.sources`, and perhaps others behind."""
+        self.slots, self.read, self.write = slots, read, write
+        self._tables, self._sources = tables, groups.sources
 
     @cached_property
     def _values(self) -> tuple[GroupValues, ...]:
         values = []
-        for source, table, slots, *states in zip(*self._of, strict=True):
-            group = source.group
+        for index, (source, table) in enumerate(zip(self._sources, self._tables, strict=True)):
+            number, group = source.table, source.group
             if group.kind is GroupKind.STATE:
-                values.append(GroupValues(source.table, group.kind, group.layers, table, None, *states))
+                states = self.read[index], self.write[index]
+                values.append(GroupValues(number, group.kind, group.layers, table, None, *states))
             else:
-                values.append(GroupValues(source.table, group.kind, group.layers, table, slots))
+                values.append(GroupValues(number, group.kind, group.layers, table, self.slots[index]))
         return tuple(values)
 
     def __getitem__(self, index: Any) -> Any:
         return self._values[index]
 
     def __len__(self) -> int:
-        return len(self._of[0])
+        return len(self._sources)
