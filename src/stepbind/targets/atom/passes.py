@@ -27,7 +27,7 @@ from stepbind.targets.atom.read import (
     query_start_for,
     query_start_of,
 )
-from stepbind.targets.atom.shared import SharedValues, of_plan, on_host
+from stepbind.targets.atom.shared import PinnedLists, SharedValues, of_plan, on_host
 from stepbind.targets.atom.tables import first_granularity, first_table, group_table, to_physical
 from stepbind.targets.atom.values import GroupTable, GroupValues, Rows, from_plan, highest, slots_at, values_of
 
@@ -50,6 +50,7 @@ class PlanBuffers:
     lenient: ArenaPool = field(default_factory=lambda: ArenaPool(MIN_ROWS))
     eager_scratch: dict[int, Scratch] = field(default_factory=dict)
     tables: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
+    lists: PinnedLists = field(default_factory=PinnedLists)
     usual_tables: dict[tuple[int, ...], tuple[bytes, BlockTables, object]] = field(default_factory=dict)
 
     def scratch_for(self, host: AtomPass) -> Scratch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,9 +10,10 @@ import numpy as np
 import torch
 
 from stepbind.plan.plan import CONV_CHUNK, Plan
+from stepbind.plan.staging import Slot, Staging
 from stepbind.targets.atom.native import native
 from stepbind.targets.atom.read import Offsets
-from stepbind.targets.atom.values import Int32, Rows
+from stepbind.targets.atom.values import Int32, Int64, Rows
 from stepbind.targets.atom.values import upto as upto64
 
 
@@ -67,34 +69,77 @@ def _one_each(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.arange(rows + 1, dtype=dtype, device=device)
 
 
-def conv_programs(query_start: Offsets, device: torch.device) -> tuple[dict[int, Any], torch.Tensor, torch.Tensor]:
+Programs = tuple[dict[int, Any], torch.Tensor, torch.Tensor]
+"""Counts by chunk size, and the two lists."""
+LEAST_PROGRAMS = 1024
+
+
+def conv_programs(query_start: Offsets, device: torch.device, pinned: PinnedLists) -> Programs:
     """Which row and which chunk of 8 tokens each program of ATOM's varlen convolution has (seed behaviour 10): counts
-    by chunk size, and the two lists [max(1024, programs) * 2] int32 on the device, -1 behind the last program."""
-    if device.type == "cpu" and native is not None:
-        return _programs(*native.conv_programs(query_start, CONV_CHUNK, 1024))
+    by chunk size, and the two lists [max(1024, programs) * 2] int32 on the device, -1 behind the last program. On a GPU
+    they are one copy out of `pinned`."""
+    if device.type == "cpu":
+        if native is not None:
+            return _programs(*native.conv_programs(query_start, CONV_CHUNK, LEAST_PROGRAMS, None))
+        counts, row, lists = conv_lists(query_start)
+        chunk = torch.from_numpy(lists[1, : row.size])
+        batch, offset = torch.from_numpy(lists[0]), torch.from_numpy(lists[1])
+        return _programs(row.size, torch.from_numpy(counts), torch.from_numpy(row), chunk, batch, offset)
+    if native is not None:
+        slot = pinned.take(2 * max(LEAST_PROGRAMS, native.conv_total(query_start, CONV_CHUNK)))
+        total, nums, rows, chunk, _, _ = native.conv_programs(query_start, CONV_CHUNK, LEAST_PROGRAMS, slot.lengths)
+    else:
+        counts, row, lists = conv_lists(query_start)
+        slot, total = pinned.take(lists.shape[1]), row.size
+        slot.lengths[:] = lists.reshape(-1)
+        nums, rows = torch.from_numpy(counts), torch.from_numpy(row)
+        chunk = torch.from_numpy(lists[1, :total])
+    there = slot.buffer.to(device, non_blocking=True).view(torch.int32)
+    batch, offset = there.view(2, -1).unbind(0)
+    return _programs(total, nums, rows, chunk, batch, offset)
+
+
+class PinnedLists:
+    """Host memory that lists of programs are copied to a GPU from, kept between passes: each thread's own."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], Staging] = {}
+
+    def take(self, width: int) -> Slot:
+        """A slot of two lists of `width` int32 (`Slot.lengths`)."""
+        key = (threading.get_ident(), width)
+        staging = self._kept.get(key)
+        if staging is None:
+            if len(self._kept) >= MAX_WIDTHS:
+                del self._kept[next(iter(self._kept))]
+            staging = self._kept[key] = Staging(width, 0, pinned=torch.cuda.is_available())
+        return staging.take()
+
+
+MAX_WIDTHS = 16
+
+
+def conv_lists(query_start: Offsets) -> tuple[Offsets, Int64, Int32]:
+    """Programs of each row, the row of each program, and the two lists."""
     counts = query_start[1:] - query_start[:-1]  # of the offsets' dtype
     counts += CONV_CHUNK - 1
     counts //= CONV_CHUNK
     end = counts.cumsum()
     total = end.item(-1)
     row = upto64(counts.size).repeat(counts)
-    lists = np.empty((2, 2 * max(1024, total)), dtype=np.int32)
+    lists = np.empty((2, 2 * max(LEAST_PROGRAMS, total)), dtype=np.int32)
     lists[:, total:] = -1
     lists[0, :total] = row
     chunk = lists[1, :total]
     chunk[:] = upto32(total)
     if counts.size > 1:
         chunk -= (end - counts).astype(np.int32).repeat(counts)
-    there = torch.from_numpy(lists)
-    if device.type != "cpu":
-        there = there.pin_memory().to(device, non_blocking=True)
-    batch, offset = there.unbind(0)
-    return _programs(total, torch.from_numpy(counts), torch.from_numpy(row), torch.from_numpy(chunk), batch, offset)
+    return counts, row, lists
 
 
 def _programs(
     total: int, counts: torch.Tensor, row: torch.Tensor, chunk: torch.Tensor, batch: torch.Tensor, offset: torch.Tensor
-) -> tuple[dict[int, Any], torch.Tensor, torch.Tensor]:
+) -> Programs:
     programs = {
         "nums": counts,
         "tot": total,
