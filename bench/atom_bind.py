@@ -6,8 +6,9 @@
 The environment variable says where ATOM's own bridge lies; it is no part of this project, and without it only our own
 times are printed. Both run under the double of ATOM that the tests use: 48 layers, 4 cache groups for the hybrid, one
 for the other models. A bind is all that both do between the host's inputs and the layers: build, set as the ambient
-context, and restore; "with states" adds what ATOM's Gated DeltaNet layers ask for, each its state slots. Prints a
-table, and writes it to FILE.
+context, and restore; "with states" adds what ATOM's Gated DeltaNet layers ask for, each its state slots. On a GPU a
+second table has ours alone, in turn with one empty Triton launch, and a third what the GPU was asked for. Prints the
+tables, and writes them to FILE.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gpu_timing import counts, machine, require_gpu
+from gpu_timing import counts, host_us_in_turn, machine, require_gpu
 from report import heading, table
 
 from stepbind.targets import atom
@@ -175,6 +176,18 @@ def counts_row(case: Case, reference: Any | None) -> list[object]:
     return cells
 
 
+def floors_row(case: Case) -> list[object]:
+    """Ours alone, in turn with one empty Triton launch."""
+    from bind_cost import launch_empty
+
+    bench = Bench(case, "cuda")
+    floor, *us = host_us_in_turn([launch_empty, *bench.calls(atom)])
+    cells: list[object] = [case, f"{floor:.1f}"]
+    for each in us if case.name == HYBRID else us[:1]:
+        cells += [f"{each:.0f}", f"{each / floor:.1f}"]
+    return [*cells, *[""] * (6 - len(cells))]
+
+
 def tables(reference: Any | None, device: str) -> str:
     both = reference is not None
     columns = ["case", "bind, us", "with states, us"]
@@ -183,6 +196,8 @@ def tables(reference: Any | None, device: str) -> str:
     text = table(columns, [row(case, reference, device) for case in CASES])
     if device == "cpu":
         return text
+    columns = ["case", "floor, us", "bind alone, us", "floors", "with states, us", "floors"]
+    text += f"\n\n{table(columns, [floors_row(case) for case in CASES])}"
     columns = ["launches", "copies", "to the host", "waits", "GPU us"]
     columns = ["case", *columns, *[f"reference: {name}" for name in columns if both]]
     return f"{text}\n\n{table(columns, [counts_row(case, reference) for case in CASES])}"
