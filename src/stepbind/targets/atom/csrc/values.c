@@ -54,7 +54,8 @@ static int groups_of(PyObject *const *arguments, int64_t rows, int64_t tokens, G
     for (int64_t i = 0; i < count; i++) {
         DLTensor table;
         int64_t size = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes, i));
-        if (size < 1 || size > INT32_MAX || !host_view(PyList_GET_ITEM(tables, i), &table, 2, DL_INT, 32) || table.shape[0] != rows)
+        if (size < 1 || size > INT32_MAX || !host_view(PyList_GET_ITEM(tables, i), &table, 2, DL_INT, 32) ||
+            table.shape[0] != rows)
             return 0;
         out->groups[i] = (Group){(const int32_t *)data_of(&table), table.shape[1], size, NULL, NULL, NULL};
         for (int kind = 0; kind < KINDS; kind++)
