@@ -129,6 +129,7 @@ def test_slots_of_the_other_phase_or_of_no_group_are_none_of_the_pass(usual: Usu
         lambda inputs: setattr(inputs, "prefix_lengths", int32([2**31 - 2])),
         lambda inputs: delattr(inputs, "cu_seqlens_device"),
         lambda inputs: setattr(inputs, "is_cuda_graph", True),
+        lambda inputs: setattr(inputs, "is_target_verify", True),
         lambda inputs: setattr(inputs, "prefix_lengths_device", None),
     ],
 )

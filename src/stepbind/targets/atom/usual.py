@@ -59,14 +59,14 @@ class UsualInputs(NamedTuple):
 
 
 def usual_inputs(inputs: Any, *, physical: bool) -> UsualInputs | None:
-    """None for a pass in a graph, and one whose inputs lack a field. physical: by `Profile`."""
+    """None for a pass in a graph, one that verifies drafts, one whose inputs lack a field. physical: by `Profile`."""
     try:
         first, tags, is_store_alike = inputs.attention_inputs, (), True
         others: list[Any] = []
         if isinstance(first, Mapping):
             tags = tuple(first)
             first, *others = first.values()
-        if first.is_cuda_graph:
+        if first.is_cuda_graph or getattr(first, "is_target_verify", False):
             return None
         is_prefill = first.is_prefill
         table, tables, store, to_group, *lengths = (_of_prefill if is_prefill else _of_decode)(first)
