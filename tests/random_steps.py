@@ -95,6 +95,7 @@ def random_step(seed: int, *, holes: bool = True) -> Step:
     position = None
     if rng.random() < 0.3 and tokens:
         position = torch.tensor([rng.randrange(10_000) for _ in range(tokens)], dtype=torch.int64)
+    padded_chunks = 0 if phase is Phase.DECODE else rng.choice((0, 0, 5, 300))
     return make_step(
         groups,
         phase,
@@ -105,6 +106,7 @@ def random_step(seed: int, *, holes: bool = True) -> Step:
         position=position,
         padded_rows=padded_rows,
         padded_tokens=padded_tokens,
+        padded_chunks=padded_chunks,
     )
 
 

@@ -149,6 +149,7 @@ class Step:
     position: [T] int32 or int64 rotary positions on the tables' device; None means prior_len + offset. Slots never
         come from it: a model's positions need not count tokens.
     padded_rows, padded_tokens: sizes that the kernels run at (a captured graph's); 0 means no padding.
+    padded_chunks: convolution chunks that the plan's lists have room for at least, outside of decode.
     lengths_are_bounds: the host's lengths are upper bounds that give sizes, and the device's hold the values, with 0 of
         both for rows that are padding. For a decode or verify pass whose live rows are known on the device alone, as
         in a graph that replays on other lengths than it was captured with.
@@ -165,6 +166,7 @@ class Step:
     position: torch.Tensor | None = None
     padded_rows: int = 0
     padded_tokens: int = 0
+    padded_chunks: int = 0
     lengths_are_bounds: bool = False
     contexts_on_device: bool = False
     num_rows: int = field(init=False)
@@ -216,6 +218,7 @@ def make_step(
     position: torch.Tensor | None = None,
     padded_rows: int = 0,
     padded_tokens: int = 0,
+    padded_chunks: int = 0,
     lengths_are_bounds: bool = False,
     contexts_on_device: bool = False,
 ) -> Step:
@@ -238,6 +241,7 @@ def make_step(
         position=position,
         padded_rows=padded_rows,
         padded_tokens=padded_tokens,
+        padded_chunks=padded_chunks,
         lengths_are_bounds=lengths_are_bounds,
         contexts_on_device=contexts_on_device,
     )
@@ -317,6 +321,8 @@ def _check_padding(step: Step) -> None:
         raise StepError("padded_rows", step.padded_rows, f"at least the {step.num_rows} rows of the step")
     if step.padded_tokens < step.num_tokens:
         raise StepError("padded_tokens", step.padded_tokens, f"at least the {step.num_tokens} tokens of the step")
+    if step.padded_chunks and step.phase is Phase.DECODE:
+        raise StepError("padded_chunks", step.padded_chunks, "0 in decode, which has no convolution chunks")
 
 
 def _check_sizes(step: Step, tables: BlockTables) -> None:

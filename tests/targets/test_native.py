@@ -150,29 +150,28 @@ def test_convolution_programs_are_those_of_the_general_way(dtype: Any, monkeypat
             start = np.cumsum([0, *(rng.randint(0, longest) for _ in range(rows))]).astype(dtype)
             if not start[-1]:
                 continue
-            found = shared.conv_programs(start, torch.device("cpu"), shared.PinnedLists())
+            given = shared.SharedValues(torch.from_numpy(start), None, None, None)
+            found = shared.conv_programs(start, given)
             with monkeypatch.context() as patch:
                 patch.setattr(shared, "native", None)
-                want = shared.conv_programs(start, torch.device("cpu"), shared.PinnedLists())
+                want = shared.conv_programs(start, given)
             assert_same(found[1:], want[1:])
             assert found[0][8].keys() == want[0][8].keys()
             assert_same(tuple(found[0][8].values()), tuple(want[0][8].values()))
 
 
-def test_convolution_programs_go_into_lists_of_the_callers() -> None:
-    start, lists = np.array([0, 9, 9, 17], dtype=np.int32), np.empty(12, dtype=np.int32)
-    total, counts, row, chunk, *tensors = native.conv_programs(start, 8, 3, lists)
+def test_convolution_programs_are_without_lists_where_a_plan_has_them() -> None:
+    start = np.array([0, 9, 9, 17], dtype=np.int32)
+    total, counts, row, chunk, *lists = native.conv_programs(start, 8, 3, False)
     assert (total, counts.tolist(), row.tolist(), chunk.tolist()) == (3, [2, 0, 1], [0, 0, 2], [0, 1, 0])
-    assert tensors == [None, None]
-    assert lists.tolist() == [0, 0, 2, -1, -1, -1, 0, 1, 0, -1, -1, -1]
-    for wrong in (lists[:-1], lists.astype(np.int64)):
-        with pytest.raises(ValueError, match="lists that are not 12 numbers of 32 bits"):
-            native.conv_programs(start, 8, 3, wrong)
+    assert lists == [None, None]
+    *_, batch, offset = native.conv_programs(start, 8, 3, True)
+    assert (batch.tolist(), offset.tolist()) == ([0, 0, 2, -1, -1, -1], [0, 1, 0, -1, -1, -1])
 
 
 def test_offsets_that_fall_are_an_error() -> None:
     with pytest.raises(ValueError, match="offsets that fall behind row 1"):
-        native.conv_programs(np.array([0, 4, 3]), 8, 1024, None)
+        native.conv_programs(np.array([0, 4, 3]), 8, 1024, True)
 
 
 def test_buffers_are_the_same_only_in_the_same_place() -> None:

@@ -16,6 +16,7 @@ from stepbind.targets.atom.kept import kept_on, update_groups
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
 from stepbind.targets.atom.passes import PlanBuffers, compute_by_plan, compute_captured, compute_on_host
 from stepbind.targets.atom.read import read
+from stepbind.targets.atom.shared import conv_programs
 from stepbind.targets.atom.usual import usual_inputs, usual_pass
 from stepbind.targets.atom.usual_gpu import usual_on_gpu
 from tests.targets.atom_double.modules import atom_installed
@@ -152,6 +153,10 @@ def test_the_plans_values_equal_those_of_the_cpu(which: int, ratio: int) -> None
         for field, value in direct.shared._asdict().items():
             if value is not None:
                 assert_same(getattr(planned.shared, field), value, field)
+        assert (planned.shared.conv_row is not None) == bool(case.host.is_prefill and case.groups.state_groups)
+        if planned.shared.conv_row is not None:
+            lists, want = (conv_programs(of.query_start_host, of.shared)[1:] for of in (planned, direct))
+            assert_same(lists, want, "lists of convolution programs")
 
 
 @pytest.mark.parametrize("which", range(3))

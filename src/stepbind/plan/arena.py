@@ -6,12 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stepbind.errors import StepError
 from stepbind.groups import CacheGroup, GroupKind, check_groups
 from stepbind.plan.faults import FaultCounts
-from stepbind.plan.plan import CONV_CHUNK, GroupPlan, PagedPlan, Plan, Shared, Sizes, Snapshots, StatePlan
+from stepbind.plan.plan import (
+    CONV_CHUNK,
+    GroupPlan,
+    PagedPlan,
+    Plan,
+    Shared,
+    Sizes,
+    Snapshots,
+    StatePlan,
+    conv_list_size,
+)
 from stepbind.step import FEW_ROWS, Phase, Step
 
 if TYPE_CHECKING:
@@ -71,7 +83,7 @@ def make_arena(
     def int64(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
-    chunks = max_tokens // CONV_CHUNK + max_rows
+    chunks = conv_list_size(max_tokens // CONV_CHUNK + max_rows)
     shared = Shared(
         query_start=int32(max_rows + 1),
         query_len=int32(max_rows),
@@ -122,7 +134,7 @@ def plan_views(arena: Arena, step: Step) -> Plan:
     rows, tokens = step.padded_rows, step.padded_tokens
     of_rows = row_views(arena, rows, step.max_context)
     states = state_views(arena, rows, [num_snapshots(step, size) for size in arena.state_sizes])
-    shared, groups = step_views(arena, of_rows, states, tokens, num_conv_chunks(step))
+    shared, groups = step_views(arena, of_rows, states, tokens, conv_items(step))
     return Plan(Sizes.of(step), shared, groups, arena.group_of_layer)
 
 
@@ -198,12 +210,19 @@ def step_views(
 
 def num_conv_chunks(step: Step) -> int:
     """Convolution programs of a step: ceil(query_len / CONV_CHUNK) a row outside of decode."""
-    if step.phase is Phase.DECODE:
-        return 0
-    query = step.query_len.host
-    if step.num_rows <= FEW_ROWS:
+    return 0 if step.phase is Phase.DECODE else num_chunks(step.query_len.host)
+
+
+def num_chunks(query: npt.NDArray[np.int32]) -> int:
+    """Convolution chunks of rows with so many new tokens each."""
+    if query.size <= FEW_ROWS:
         return sum([-(-new // CONV_CHUNK) for new in query.tolist()])
     return -int((-query // CONV_CHUNK).sum())
+
+
+def conv_items(step: Step) -> int:
+    """Entries of a step's lists of convolution chunks."""
+    return max(num_conv_chunks(step), step.padded_chunks)
 
 
 def num_snapshots(step: Step, block_size: int) -> int:
@@ -231,6 +250,7 @@ def check_fits(arena: Arena, step: Step) -> None:
     for name, got, limit in (
         ("padded_rows", step.padded_rows, arena.max_rows),
         ("padded_tokens", step.padded_tokens, arena.max_tokens),
+        ("padded_chunks", step.padded_chunks, arena.shared.conv_chunk_row.shape[0]),
         ("max_context", step.max_context, arena.max_context),
     ):
         if got > limit:

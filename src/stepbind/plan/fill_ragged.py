@@ -125,7 +125,7 @@ def _fill_chunks(desc, query_len, prior_len, block, num_rows, num_chunks, TOKENS
     row, start, total = _find_rows(query_len, prior_len, index, num_rows, 1, COUNT_CONV_CHUNKS, SEARCH, POWERS)
     real = index < total
     tl.store(int32_at(desc, OUT_CHUNK_ROW) + index, tl.where(real, row, -1), mask=index < num_chunks)
-    tl.store(int32_at(desc, OUT_CHUNK_INDEX) + index, tl.where(real, index - start, 0), mask=index < num_chunks)
+    tl.store(int32_at(desc, OUT_CHUNK_INDEX) + index, tl.where(real, index - start, -1), mask=index < num_chunks)
 
 
 @triton.jit
@@ -188,8 +188,8 @@ def fill_ragged(
     """A prefill or verify step: program (i, g) has one of these of group g, in this order: TOKENS tokens; ROWS rows
     and every parts-th part of their table columns; TOKENS convolution chunks; TOKENS snapshots.
 
-    query_len, prior_len: addresses. num_snapshots: of the group that has most. Convolution chunks and snapshots past
-    the last one get row -1.
+    query_len, prior_len: addresses. num_chunks, num_snapshots: entries of the lists, the latter of the group that has
+    most. Those past the last one get row -1.
     """
     group = desc + STEP_FIELDS + tl.program_id(1) * GROUP_FIELDS
     is_first = tl.program_id(1) == 0

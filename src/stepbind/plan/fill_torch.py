@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from stepbind.groups import CacheGroup
-from stepbind.plan.arena import Arena, num_conv_chunks
+from stepbind.plan.arena import Arena, conv_items
 from stepbind.plan.plan import CONV_CHUNK, PagedPlan, Plan, Shared, StatePlan
 from stepbind.step import BlockTable, Granularity, Lengths, Phase, Step
 
@@ -53,13 +53,13 @@ def _fill_shared(step: Step, shared: Shared) -> None:
 
 
 def _fill_conv_chunks(step: Step, shared: Shared) -> None:
-    count = num_conv_chunks(step)
+    count = conv_items(step)
     if count == 0:
         return
     chunks = (shared.query_len[: step.num_rows] + (CONV_CHUNK - 1)) // CONV_CHUNK
     chunk = _Items.of(chunks, count)
     shared.conv_chunk_row.copy_(torch.where(chunk.real, chunk.row, -1))
-    shared.conv_chunk_index.copy_(torch.where(chunk.real, chunk.offset, 0))
+    shared.conv_chunk_index.copy_(torch.where(chunk.real, chunk.offset, -1))
 
 
 def _fill_paged(step: Step, shared: Shared, table: BlockTable, group_plan: PagedPlan) -> torch.Tensor:

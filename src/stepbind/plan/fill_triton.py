@@ -25,7 +25,7 @@ from stepbind.plan.arena import (
     Arena,
     RowViews,
     check_fits,
-    num_conv_chunks,
+    conv_items,
     num_snapshots,
     row_views,
     state_views,
@@ -163,7 +163,7 @@ class Launcher:
         else:
             snapshots = [num_snapshots(step, size) for size in self.arena.state_sizes]
             verify = step.phase is Phase.VERIFY
-            key = (step.padded_rows, step.padded_tokens, verify, num_conv_chunks(step), *snapshots)
+            key = (step.padded_rows, step.padded_tokens, verify, conv_items(step), *snapshots)
         bucket = self.buckets.get(key)
         if bucket is None:
             _make_room(self.buckets, MAX_BUCKETS)

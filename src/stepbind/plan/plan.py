@@ -15,6 +15,12 @@ CONV_CHUNK = 8
 """Tokens that one program of a varlen causal convolution handles (reference behaviour 10)."""
 
 
+def conv_list_size(chunks: int) -> int:
+    """Entries of the lists that a varlen convolution's launch is made with: room for more chunks than a step has
+    (reference behaviour 10)."""
+    return 2 * max(1024, chunks)
+
+
 @dataclass(frozen=True, eq=False)
 class Sizes:
     """What the host knows of a step. Rows and tokens are counts; `max_query`, `max_context`, `total_context` are in
@@ -71,8 +77,8 @@ class Shared:
     position: torch.Tensor  # [Tp] int64, rotary position
     span_start: torch.Tensor  # [Tp] int32, index of the first token of this token's row
     span_end: torch.Tensor  # [Tp] int32, one past the last new token it may attend to: its own index + 1
-    conv_chunk_row: torch.Tensor  # [N] int32, row of each CONV_CHUNK-token program (empty in decode)
-    conv_chunk_index: torch.Tensor  # [N] int32, number of that chunk within its row
+    conv_chunk_row: torch.Tensor  # [N] int32, row of each CONV_CHUNK-token program (empty in decode); -1 = none
+    conv_chunk_index: torch.Tensor  # [N] int32, number of that chunk within its row; -1 = none
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,9 @@ class ReferenceGroup:
         self.first_fault_row = row if self.first_fault_row is None else min(row, self.first_fault_row)
 
 
+NO_CHUNK = (-1, -1)
+
+
 @dataclass
 class ReferencePlan:
     query_start: list[int] = field(default_factory=list)
@@ -72,6 +75,7 @@ def reference_plan(step: Step) -> ReferencePlan:
         plan.span_start.append(0)
         plan.span_end.append(0)
     plan.groups = [_group(step, plan, table) for table in step.tables]
+    plan.conv_chunks += [NO_CHUNK] * (step.padded_chunks - len(plan.conv_chunks))
     if step.lengths_are_bounds:
         _pad_to_bounds(step, plan)
     return plan
@@ -90,7 +94,7 @@ def _pad_to_bounds(step: Step, plan: ReferencePlan) -> None:
     if step.phase is Phase.DECODE:
         return
     chunks = sum(-(-bound // CONV_CHUNK) for bound in bounds)
-    plan.conv_chunks += [(-1, 0)] * (chunks - len(plan.conv_chunks))
+    plan.conv_chunks += [NO_CHUNK] * (chunks - len(plan.conv_chunks))
     snapshots = sum(bound - 1 for bound in bounds)
     for table, group in zip(step.tables, plan.groups, strict=True):
         if table.group.kind is GroupKind.STATE:

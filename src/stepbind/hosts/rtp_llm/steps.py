@@ -45,11 +45,12 @@ class StepOptions:
 
     read_back: for a prefill whose lengths are on the device alone, wait for the GPU and read them once; otherwise such
     a pass is an error. granularity: what the ids of a group's table count, by group name, where that is not to be told
-    from its width.
+    from its width. padded_chunks: `Step.padded_chunks`.
     """
 
     read_back: bool = False
     granularity: Mapping[str, Granularity] | None = None
+    padded_chunks: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,7 @@ def step_of(
         tables=tables,
         position=position,
         padded_tokens=host.num_tokens,
+        padded_chunks=options.padded_chunks,
         lengths_are_bounds=lengths.are_bounds,
         contexts_on_device=lengths.contexts_on_device,
     )

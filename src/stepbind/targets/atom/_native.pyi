@@ -53,12 +53,9 @@ def prefill(
     int64, states as in `decode`; contexts [B] int32, has_prior [B] bool, and with `by_token` row, span_start and
     span_end [T] int32, else None."""
 
-def conv_total(query_start: npt.NDArray[np.integer], chunk: int, /) -> int:
-    """Chunks of `chunk` tokens of all rows. Raises ValueError for offsets that fall."""
-
 def conv_programs(
-    query_start: npt.NDArray[np.integer], chunk: int, least: int, lists: npt.NDArray[np.int32] | None, /
+    query_start: npt.NDArray[np.integer], chunk: int, least: int, with_lists: bool, /
 ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Any, Any]:
     """Chunks of `chunk` tokens: of all rows, of each row (of the offsets' dtype), the row of each int64 and its number
-    in there int32; both again as int32 of twice as many as there are (or `least`), -1 behind the last, in new tensors
-    or one behind the other in `lists`. Raises ValueError for offsets that fall, and for lists of another size."""
+    in there int32; `with_lists` both again as int32 of twice as many as there are (or `least`), -1 behind the last.
+    Raises ValueError for offsets that fall."""

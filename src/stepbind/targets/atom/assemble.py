@@ -17,7 +17,7 @@ from stepbind.targets.atom.metadata import (
 )
 from stepbind.targets.atom.passes import PlanBuffers
 from stepbind.targets.atom.read import AtomPass
-from stepbind.targets.atom.shared import PinnedLists, conv_programs
+from stepbind.targets.atom.shared import conv_programs
 from stepbind.targets.atom.tables import to_kernel
 from stepbind.targets.atom.usual import UsualInputs
 
@@ -26,18 +26,16 @@ StateCaches = tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]
 """State slots by (group number, is prefill): those to write and those to read."""
 
 
-def gdn_metadata(
-    host: Host, computed: Computed, groups: AtomGroups, api: AtomApi, caches: StateCaches, pinned: PinnedLists
-) -> Any:
-    """`GDNAttentionMetadata`. `caches`: of `state_caches`; `pinned`: for `conv_programs`."""
-    rows, tokens, device = computed.num_rows, computed.num_tokens, computed.block_table.device
+def gdn_metadata(host: Host, computed: Computed, groups: AtomGroups, api: AtomApi, caches: StateCaches) -> Any:
+    """`GDNAttentionMetadata`. `caches`: of `state_caches`."""
+    rows, tokens = computed.num_rows, computed.num_tokens
     prefill = host.is_prefill
     programs = batch = offset = None
     start = computed.shared.query_start
     if prefill:
-        programs, batch, offset = conv_programs(computed.query_start_host, device, pinned)
+        programs, batch, offset = conv_programs(computed.query_start_host, computed.shared)
     if computed.query_start_host.size != start.shape[0] or int(computed.query_start_host[-1]) != tokens:
-        start = torch.from_numpy(computed.query_start_host).to(device)
+        start = torch.from_numpy(computed.query_start_host).to(start.device)
     metadata = api.gdn_metadata(
         num_prefills=rows if prefill else 0,
         num_prefill_tokens=tokens if prefill else 0,

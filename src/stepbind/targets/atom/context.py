@@ -132,7 +132,7 @@ class RTPForwardContext:
                 cls.profile, kept, inputs, host, positions, groups, cg_max_seq_len, strict, level
             )
         caches = state_caches(host, computed)
-        gdn = gdn_metadata(host, computed, groups, api, caches, kept.buffers.lists) if maps[0] else None
+        gdn = gdn_metadata(host, computed, groups, api, caches) if maps[0] else None
         metadata = attention_metadata(
             host, computed, groups, cls.profile, api, cg_bufs, kept.buffers if captured else None
         )

@@ -14,6 +14,8 @@ from stepbind.groups import GroupKind
 from stepbind.hosts.rtp_llm.reader import read_pass
 from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
 from stepbind.plan import Arena, ArenaPool, Plan, build_plan, make_arena
+from stepbind.plan.arena import num_chunks
+from stepbind.plan.plan import conv_list_size
 from stepbind.step import INT32_MAX, BlockTables, Granularity, Step
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups, granularity
@@ -27,7 +29,7 @@ from stepbind.targets.atom.read import (
     query_start_for,
     query_start_of,
 )
-from stepbind.targets.atom.shared import PinnedLists, SharedValues, of_plan, on_host
+from stepbind.targets.atom.shared import SharedValues, of_plan, on_host
 from stepbind.targets.atom.tables import first_granularity, first_table, group_table, to_physical
 from stepbind.targets.atom.values import GroupTable, GroupValues, Rows, from_plan, highest, slots_at, values_of
 
@@ -50,7 +52,6 @@ class PlanBuffers:
     lenient: ArenaPool = field(default_factory=lambda: ArenaPool(MIN_ROWS))
     eager_scratch: dict[int, Scratch] = field(default_factory=dict)
     tables: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
-    lists: PinnedLists = field(default_factory=PinnedLists)
     usual_tables: dict[tuple[int, ...], tuple[bytes, BlockTables, object]] = field(default_factory=dict)
 
     def scratch_for(self, host: AtomPass) -> Scratch:
@@ -233,18 +234,23 @@ def compute_by_plan(
     pass_ = read_pass(inputs, num_tokens=num_tokens)
     chosen = {table.number: table.blocks for table in tables}
     own = [replace(table, blocks=chosen.get(number, table.blocks)) for number, table in enumerate(pass_.tables)]
-    options = StepOptions(granularity={table.group.name: table.granularity for table in tables})
+    own_start, new = query_start_of(host), numbers(host.input_len) if host.is_prefill else None
+    options = StepOptions(
+        granularity={table.group.name: table.granularity for table in tables},
+        padded_chunks=0 if new is None or not groups.state_groups else conv_list_size(num_chunks(new)),
+    )
     pass_ = replace(pass_, tables=tuple(own))
     step = step_of(pass_, groups.planned, buffers.scratch_for(host), INT32_MAX, options)
     plan = build_plan(step, pool.arena_for(step, level), strict=bool(strict))
     sizes, values = plan.sizes, from_plan(plan, [table.number for table in tables], [table.blocks for table in tables])
     read, write = _first_states(values)
-    own_start = query_start_of(host)
+    # Offsets of the host's own that are not by its lengths have other chunks.
+    with_lists = bool(options.padded_chunks) and np.array_equal(np.diff(own_start), sizes.query_len)
     return Computed(
         is_dummy=sizes.is_dummy,
         num_rows=host.num_rows,
         num_tokens=num_tokens,
-        shared=of_plan(plan, host.is_prefill, torch.int64 if own_start.dtype == np.int64 else torch.int32),
+        shared=of_plan(plan, host.is_prefill, torch.from_numpy(own_start).dtype, with_lists),
         query_start_host=own_start,
         seq_lens=_planned_lengths(host, profile, plan),
         max_query=max(sizes.max_query, 1),

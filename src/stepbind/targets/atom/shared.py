@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 
 from stepbind.plan.plan import CONV_CHUNK, Plan
-from stepbind.plan.staging import Slot, Staging
 from stepbind.targets.atom.native import native
 from stepbind.targets.atom.read import Offsets
 from stepbind.targets.atom.values import Int32, Int64, Rows
@@ -19,12 +17,15 @@ from stepbind.targets.atom.values import upto as upto64
 
 class SharedValues(NamedTuple):
     """B rows, T tokens. query_start: [B+1] int32 or int64. row_of_token, span_start, span_end: [T] int32, the last two
-    in prefill alone; none of the three where nobody reads them."""
+    in prefill alone; none of the three where nobody reads them. conv_row, conv_chunk: the lists of `conv_programs`, in
+    plans of prefills with Gated DeltaNet."""
 
     query_start: torch.Tensor
     row_of_token: torch.Tensor | None
     span_start: torch.Tensor | None
     span_end: torch.Tensor | None
+    conv_row: torch.Tensor | None = None
+    conv_chunk: torch.Tensor | None = None
 
 
 _UPTO = [np.arange(1024, dtype=np.int32)]
@@ -54,13 +55,15 @@ def on_host(rows: Rows, is_prefill: bool, with_tokens: bool) -> SharedValues:
     return SharedValues(query_start, row, start, upto(row.shape[0] + 1)[1:])
 
 
-def of_plan(plan: Plan, is_prefill: bool, dtype: torch.dtype) -> SharedValues:
-    """`dtype`: of the offsets."""
+def of_plan(plan: Plan, is_prefill: bool, dtype: torch.dtype, with_lists: bool) -> SharedValues:
+    """`dtype`: of the offsets. with_lists: those of `conv_programs`."""
     shared = plan.shared
     if not is_prefill:
         rows, device = plan.sizes.padded_rows, shared.query_start.device
         return SharedValues(_one_each(rows, dtype, device), shared.row_of_token, None, None)
-    return SharedValues(shared.query_start.to(dtype), shared.row_of_token, shared.span_start, shared.span_end)
+    by_token = shared.row_of_token, shared.span_start, shared.span_end
+    lists = (shared.conv_chunk_row, shared.conv_chunk_index) if with_lists else (None, None)
+    return SharedValues(shared.query_start.to(dtype), *by_token, *lists)
 
 
 @lru_cache(maxsize=1024)
@@ -74,49 +77,34 @@ Programs = tuple[dict[int, Any], torch.Tensor, torch.Tensor]
 LEAST_PROGRAMS = 1024
 
 
-def conv_programs(query_start: Offsets, device: torch.device, pinned: PinnedLists) -> Programs:
+def conv_programs(query_start: Offsets, shared: SharedValues) -> Programs:
     """Which row and which chunk of 8 tokens each program of ATOM's varlen convolution has (seed behaviour 10): counts
-    by chunk size, and the two lists [max(1024, programs) * 2] int32 on the device, -1 behind the last program. On a GPU
-    they are one copy out of `pinned`."""
-    if device.type == "cpu":
-        if native is not None:
-            return _programs(*native.conv_programs(query_start, CONV_CHUNK, LEAST_PROGRAMS, None))
-        counts, row, lists = conv_lists(query_start)
-        chunk = torch.from_numpy(lists[1, : row.size])
-        batch, offset = torch.from_numpy(lists[0]), torch.from_numpy(lists[1])
-        return _programs(row.size, torch.from_numpy(counts), torch.from_numpy(row), chunk, batch, offset)
+    by chunk size, and the two lists [max(1024, programs) * 2] int32 on the device, -1 behind the last program. Lists
+    that the plan does not have are copied there, which waits."""
+    device, is_planned = shared.query_start.device, shared.conv_row is not None
     if native is not None:
-        slot = pinned.take(2 * max(LEAST_PROGRAMS, native.conv_total(query_start, CONV_CHUNK)))
-        total, nums, rows, chunk, _, _ = native.conv_programs(query_start, CONV_CHUNK, LEAST_PROGRAMS, slot.lengths)
+        total, nums, rows, chunk, batch, offset = native.conv_programs(
+            query_start, CONV_CHUNK, LEAST_PROGRAMS, not is_planned
+        )
     else:
         counts, row, lists = conv_lists(query_start)
-        slot, total = pinned.take(lists.shape[1]), row.size
-        slot.lengths[:] = lists.reshape(-1)
-        nums, rows = torch.from_numpy(counts), torch.from_numpy(row)
+        total, nums, rows = row.size, torch.from_numpy(counts), torch.from_numpy(row)
         chunk = torch.from_numpy(lists[1, :total])
-    there = slot.buffer.to(device, non_blocking=True).view(torch.int32)
-    batch, offset = there.view(2, -1).unbind(0)
-    return _programs(total, nums, rows, chunk, batch, offset)
-
-
-class PinnedLists:
-    """Host memory that lists of programs are copied to a GPU from, kept between passes: each thread's own."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], Staging] = {}
-
-    def take(self, width: int) -> Slot:
-        """A slot of two lists of `width` int32 (`Slot.lengths`)."""
-        key = (threading.get_ident(), width)
-        staging = self._kept.get(key)
-        if staging is None:
-            if len(self._kept) >= MAX_WIDTHS:
-                del self._kept[next(iter(self._kept))]
-            staging = self._kept[key] = Staging(width, 0, pinned=torch.cuda.is_available())
-        return staging.take()
-
-
-MAX_WIDTHS = 16
+        batch, offset = torch.from_numpy(lists).unbind(0)
+    if shared.conv_row is not None and shared.conv_chunk is not None:
+        batch, offset = shared.conv_row, shared.conv_chunk
+    else:
+        batch, offset = batch.to(device), offset.to(device)
+    programs = {
+        "nums": nums,
+        "tot": total,
+        "mlist": rows,
+        "mlist_len": total,
+        "offsetlist": chunk,
+        "batch_ptr": batch,
+        "token_chunk_offset_ptr": offset,
+    }
+    return {CONV_CHUNK: programs}, batch, offset
 
 
 def conv_lists(query_start: Offsets) -> tuple[Offsets, Int64, Int32]:
@@ -135,18 +123,3 @@ def conv_lists(query_start: Offsets) -> tuple[Offsets, Int64, Int32]:
     if counts.size > 1:
         chunk -= (end - counts).astype(np.int32).repeat(counts)
     return counts, row, lists
-
-
-def _programs(
-    total: int, counts: torch.Tensor, row: torch.Tensor, chunk: torch.Tensor, batch: torch.Tensor, offset: torch.Tensor
-) -> Programs:
-    programs = {
-        "nums": counts,
-        "tot": total,
-        "mlist": row,
-        "mlist_len": total,
-        "offsetlist": chunk,
-        "batch_ptr": batch,
-        "token_chunk_offset_ptr": offset,
-    }
-    return {CONV_CHUNK: programs}, batch, offset

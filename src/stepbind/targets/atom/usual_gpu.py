@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from stepbind.plan import Plan, StatePlan, build_plan
+from stepbind.plan.arena import num_chunks
+from stepbind.plan.plan import conv_list_size
 from stepbind.step import BlockTable, BlockTables, Lengths, Phase, Step
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups
@@ -56,7 +58,7 @@ def usual_on_gpu(
         given.tables[0],
         UsualGroups(own, groups, *_values(plan)),
         groups.planned_states,
-        shared=of_plan(plan, prefill, torch.int32 if prefill else torch.int64),
+        shared=of_plan(plan, prefill, torch.int32 if prefill else torch.int64, bool(step.padded_chunks)),
         start=given.lengths[5].numpy() if prefill else one_each(tokens),
         context=shared.context_len if prefill else given.lengths[3],
         has_prior=shared.has_prior if prefill and groups.state_groups else None,
@@ -116,7 +118,8 @@ def _prefill(
     tables, lengths = _tables(given, groups, buffers), (Lengths(new, new_there), Lengths(prior, prior_there))
     if tables is None:
         return None
-    return Step(Phase.PREFILL, *lengths, tables, padded_tokens=tokens)
+    chunks = conv_list_size(num_chunks(new)) if groups.state_groups else 0
+    return Step(Phase.PREFILL, *lengths, tables, padded_tokens=tokens, padded_chunks=chunks)
 
 
 def _on_host(tensor: torch.Tensor) -> Numbers | None:

@@ -8,7 +8,6 @@ static PyMethodDef functions[] = {
     {"is_content", FAST(is_content)},
     {"decode", FAST(decode)},
     {"prefill", FAST(prefill)},
-    {"conv_total", FAST(conv_total)},
     {"conv_programs", FAST(conv_programs)},
     {NULL, NULL, 0, NULL},
 };

@@ -18,74 +18,30 @@ static int64_t programs_of(const Numbers *start, int64_t row, int64_t chunk)
     return (at(start, row + 1) - at(start, row) + chunk - 1) / chunk;
 }
 
-/* Programs of all rows, -1 with an exception where there are no such offsets. */
-static int64_t total_of(PyObject *object, PyObject *chunk_object, Numbers *start, int64_t *chunk)
-{
-    int64_t total = 0;
-    *chunk = PyLong_AsLongLong(chunk_object);
-    if (*chunk < 1 || !offsets(object, start)) {
-        if (!PyErr_Occurred())
-            PyErr_Format(PyExc_ValueError, "expected offsets of at least one row, and a chunk of at least one token");
-        return -1;
-    }
-    for (int64_t row = 0; row + 1 < start->size; row++) {
-        if (at(start, row + 1) < at(start, row)) {
-            PyErr_Format(PyExc_ValueError, "offsets that fall behind row %lld", (long long)row);
-            return -1;
-        }
-        total += programs_of(start, row, *chunk);
-    }
-    return total;
-}
-
-PyObject *conv_total(PyObject *self, PyObject *const *arguments, Py_ssize_t count)
-{
-    Numbers start;
-    int64_t chunk, total;
-    if (count != 2)
-        return PyErr_Format(PyExc_TypeError, "expected (offsets, chunk)");
-    total = total_of(arguments[0], arguments[1], &start, &chunk);
-    return total < 0 ? NULL : PyLong_FromLongLong(total);
-}
-
-/* Memory of the caller's array of so many int32, or NULL with an exception. */
-static int32_t *lists_in(PyObject *object, int64_t size)
-{
-    Py_buffer buffer;
-    if (PyObject_GetBuffer(object, &buffer, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0)
-        return NULL;
-    int32_t *memory = buffer.itemsize == sizeof(int32_t) && buffer.len == size * buffer.itemsize ? buffer.buf : NULL;
-    PyBuffer_Release(&buffer);
-    if (!memory)
-        PyErr_Format(PyExc_ValueError, "lists that are not %lld numbers of 32 bits", (long long)size);
-    return memory;
-}
-
 enum { COUNTS, ROWS, CHUNKS, ROW_LIST, CHUNK_LIST, LISTS };
 
 PyObject *conv_programs(PyObject *self, PyObject *const *arguments, Py_ssize_t count)
 {
     Numbers start;
-    int64_t chunk, total, least;
     if (count != 4)
-        return PyErr_Format(PyExc_TypeError, "expected (offsets, chunk, least, lists)");
-    if ((total = total_of(arguments[0], arguments[1], &start, &chunk)) < 0)
-        return NULL;
-    if ((least = PyLong_AsLongLong(arguments[2])) < 0)
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "expected at least 0 programs");
+        return PyErr_Format(PyExc_TypeError, "expected (offsets, chunk, least, with_lists)");
+    int64_t chunk = PyLong_AsLongLong(arguments[1]), least = PyLong_AsLongLong(arguments[2]), total = 0;
+    if (chunk < 1 || least < 0 || !offsets(arguments[0], &start))
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "expected offsets of rows, a chunk of tokens");
+    for (int64_t row = 0; row + 1 < start.size; row++) {
+        if (at(&start, row + 1) < at(&start, row))
+            return PyErr_Format(PyExc_ValueError, "offsets that fall behind row %lld", (long long)row);
+        total += programs_of(&start, row, chunk);
+    }
     PyObject *result = NULL, *tensors[LISTS] = {NULL};
     int64_t width = 2 * (total > least ? total : least), *rows;
-    int32_t *chunks, *row_list, *chunk_list;
+    int32_t *chunks, *row_list = NULL, *chunk_list = NULL;
     void *counts = new_tensor(start.size - 1, DL_INT, start.narrow ? 32 : 64, &tensors[COUNTS]);
     if (!counts || !(rows = new_tensor(total, DL_INT, 64, &tensors[ROWS])) ||
         !(chunks = new_tensor(total, DL_INT, 32, &tensors[CHUNKS])))
         goto done;
-    if (arguments[3] != Py_None) {
-        if (!(row_list = lists_in(arguments[3], 2 * width)))
-            goto done;
-        chunk_list = row_list + width;
-    } else if (!(row_list = new_tensor(width, DL_INT, 32, &tensors[ROW_LIST])) ||
-               !(chunk_list = new_tensor(width, DL_INT, 32, &tensors[CHUNK_LIST])))
+    if (arguments[3] == Py_True && (!(row_list = new_tensor(width, DL_INT, 32, &tensors[ROW_LIST])) ||
+                                    !(chunk_list = new_tensor(width, DL_INT, 32, &tensors[CHUNK_LIST]))))
         goto done;
     for (int64_t row = 0, next = 0; row + 1 < start.size; row++) {
         int64_t programs = programs_of(&start, row, chunk);
@@ -95,12 +51,17 @@ PyObject *conv_programs(PyObject *self, PyObject *const *arguments, Py_ssize_t c
             ((int64_t *)counts)[row] = programs;
         for (int64_t i = 0; i < programs; i++, next++) {
             rows[next] = row;
-            row_list[next] = (int32_t)row;
-            chunks[next] = chunk_list[next] = (int32_t)i;
+            chunks[next] = (int32_t)i;
+            if (chunk_list) {
+                row_list[next] = (int32_t)row;
+                chunk_list[next] = (int32_t)i;
+            }
         }
     }
-    memset(row_list + total, 0xff, (size_t)(width - total) * sizeof(int32_t)); /* -1 */
-    memset(chunk_list + total, 0xff, (size_t)(width - total) * sizeof(int32_t));
+    if (chunk_list) {
+        memset(row_list + total, 0xff, (size_t)(width - total) * sizeof(int32_t)); /* -1 */
+        memset(chunk_list + total, 0xff, (size_t)(width - total) * sizeof(int32_t));
+    }
     for (int i = ROW_LIST; i < LISTS; i++)
         if (!tensors[i])
             tensors[i] = Py_NewRef(Py_None);

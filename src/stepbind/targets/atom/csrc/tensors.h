@@ -94,7 +94,6 @@ PyObject *are_at(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 PyObject *is_content(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 PyObject *prefill(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
-PyObject *conv_total(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 PyObject *conv_programs(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 
 #ifdef __GNUC__
