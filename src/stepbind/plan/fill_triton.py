@@ -69,8 +69,16 @@ def fill_triton(step: Step, arena: Arena) -> Plan:
 
 
 @dataclass(frozen=True, eq=False)
+class _Call:
+    """The kernel on a grid, and its last arguments."""
+
+    launch: Callable[..., None]
+    arguments: tuple[int | bool, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class _Bucket:
-    """What all steps of the same sizes share: the plan's views, the kernel on its grid, and its last arguments.
+    """What all steps of the same sizes share: the plan's views, and the call that fills them.
 
     A prefill's sizes are rarely those of an earlier one, so that a new bucket has to cost little: compiled kernels,
     views by rows, and those of state groups, whose snapshots have few sizes, are kept for themselves.
@@ -78,8 +86,7 @@ class _Bucket:
 
     shared: Shared
     groups: tuple[GroupPlan, ...]
-    launch: Callable[..., None]
-    arguments: tuple[int | bool, ...]
+    sizes: tuple[int, ...]  # of `Launcher.launch`
 
 
 @dataclass(eq=False)
@@ -102,6 +109,7 @@ class Launcher:
     upload: torch.Tensor
     uploaded_lengths: int
     staging: Staging
+    calls: dict[tuple[int, ...], _Call]
     buckets: dict[tuple[int, ...], _Bucket]
     row_views: dict[int, RowViews]
     state_views: dict[tuple[int, ...], tuple[StatePlan, ...]]
@@ -135,6 +143,7 @@ class Launcher:
             upload=upload,
             uploaded_lengths=upload.data_ptr() + 8 * words.size,
             staging=Staging(upload.shape[0], words.size, pinned=arena.device.type == "cuda"),
+            calls={},
             buckets={},
             row_views={},
             state_views={},
@@ -154,8 +163,24 @@ class Launcher:
             descriptor, lengths = self._descriptor(step), (query.data_ptr(), prior.data_ptr())
             if _is_capturing(self.arena):
                 self.captured.add(descriptor)
-        bucket.launch(descriptor, *lengths, step.num_rows, *bucket.arguments)
+        self.launch(descriptor, *lengths, step.num_rows, bucket.sizes)
         return Plan(Sizes.of(step), bucket.shared, bucket.groups, self.arena.group_of_layer, descriptor)
+
+    def launch(
+        self, descriptor: torch.Tensor, query_len: int, prior_len: int, num_rows: int, sizes: tuple[int, ...]
+    ) -> None:
+        """The fill alone, by the descriptor of a plan of this arena, for callers that keep its views and know that the
+        step fits as that of the plan did.
+
+        query_len, prior_len: addresses of [num_rows] int32. sizes: rows and tokens that the kernel runs at, and in
+        decode whether contexts are on the device; else whether the phase is verify, entries of the lists of convolution
+        chunks, and most snapshots of a group.
+        """
+        call = self.calls.get(sizes)
+        if call is None:
+            _make_room(self.calls, MAX_BUCKETS)
+            call = self.calls[sizes] = self._call(*sizes)
+        call.launch(descriptor, query_len, prior_len, num_rows, *call.arguments)
 
     def _bucket_of(self, step: Step, contexts: bool) -> _Bucket:
         if step.phase is Phase.DECODE:
@@ -167,16 +192,23 @@ class Launcher:
         bucket = self.buckets.get(key)
         if bucket is None:
             _make_room(self.buckets, MAX_BUCKETS)
-            bucket = self.buckets[key] = self._bucket(step.phase, *key)
+            bucket = self.buckets[key] = self._bucket(*key)
         return bucket
 
-    def _bucket(self, phase: Phase, rows: int, tokens: int, variant: int, chunks: int = 0, *snapshots: int) -> _Bucket:
-        """variant: in decode whether contexts are on the device, else whether the phase is verify."""
-        counts = snapshots or (0,) * len(self.arena.state_sizes)
+    def _bucket(self, rows: int, tokens: int, variant: int, *lists: int) -> _Bucket:
+        """lists: none in decode, else entries of the lists of chunks, and of those of snapshots by `state_sizes`."""
+        chunks, *snapshots = lists or (0, *[0] * len(self.arena.state_sizes))
+        views = self._views(rows, tuple(snapshots))
+        shared, groups = step_views(self.arena, *views, tokens, chunks)
+        most = (chunks, max(snapshots, default=0)) if lists else ()
+        return _Bucket(shared, groups, (rows, tokens, variant, *most))
+
+    def _call(self, rows: int, tokens: int, variant: int, *lists: int) -> _Call:
+        """As `launch`."""
         num_groups, row_blocks = len(self.arena.groups), -(-rows // ROWS)
         columns = min(COLUMNS, max(32, triton.next_power_of_2(self.widest)))
         parts = max(1, min(PROGRAMS // (row_blocks * num_groups), -(-self.widest // columns)))
-        if phase is Phase.DECODE:
+        if not lists:
             kernel: Any = kernels.fill_decode
             grid = (-(-max(rows, tokens) // ROWS), num_groups, 1 + parts)
             search = min(MAX_SEARCH_DECODE, max(32, triton.next_power_of_2(rows)))
@@ -185,7 +217,7 @@ class Launcher:
             warps = 2 if columns <= NARROW else 4
         else:
             kernel = fill_ragged
-            items = (tokens, chunks, max(counts, default=0))
+            items = (tokens, *lists)
             grid = (sum([-(-count // TOKENS) for count in items]) + row_blocks * parts, num_groups, 1)
             numbers = (rows, *items, row_blocks, parts)
             constants = (bool(variant), TOKENS, ROWS, columns, SEARCH, self.powers)
@@ -195,8 +227,7 @@ class Launcher:
             address = self.uploaded_lengths
             arguments = (self.upload, address, address, rows, *numbers, *constants)
             compiled = self.compiled[constants] = _compiled(kernel, warps, *arguments)
-        shared, groups = step_views(self.arena, *self._views(rows, counts), tokens, chunks)
-        return _Bucket(shared, groups, compiled[grid], (*numbers, *constants))
+        return _Call(compiled[grid], (*numbers, *constants))
 
     def _views(self, rows: int, snapshots: tuple[int, ...]) -> tuple[RowViews, tuple[StatePlan, ...]]:
         of_rows = self.row_views.get(rows)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 def places(buffers: list[torch.Tensor], /) -> bytes | None:
-    """Address, shape and strides of each, for `are_at`. None for what DLPack cannot say."""
+    """Address, device, dtype, shape and strides of each, for `are_at`. None for what DLPack cannot say."""
 
 def are_at(get_layer_cache: Callable[[int], Any], layers: list[int], own: list[torch.Tensor], places: bytes, /) -> bool:
     """Whether the layers' `kv_cache_base`, and behind them the `kv_scale_base` that there are, are the tensors `own`,
@@ -52,6 +52,33 @@ def prefill(
     """The longest context, the sum of contexts, most new tokens of a row, whether any has some in the cache; slots [T]
     int64, states as in `decode`; contexts [B] int32, has_prior [B] bool, and with `by_token` row, span_start and
     span_end [T] int32, else None."""
+
+def decode_lengths(
+    new: torch.Tensor,  # [B]
+    prefix: torch.Tensor,  # empty
+    prior: torch.Tensor,  # [B] int32 on the host: at least 1
+    context: torch.Tensor,  # [B] int32 where `table` is: prior + 1, which is not looked at
+    start: torch.Tensor,  # int32 on the host: the placeholder, whose last one is 0
+    rows: int,
+    table: torch.Tensor,
+    /,
+) -> tuple[int, int, int] | None:
+    """The longest context and the sum of contexts, in tokens; the address of `context`."""
+
+def prefill_lengths(
+    new: torch.Tensor,  # [B] int32 on the host: at least 1
+    new_device: torch.Tensor,  # [B] int32 where `table` is: as `new`, which is not looked at
+    prior: torch.Tensor,  # [B] int32 on the host
+    prior_device: torch.Tensor,  # [B] int32 where `table` is
+    start: torch.Tensor,  # [B+1] int32 on the host, by `new`
+    rows: int,
+    tokens: int,
+    table: torch.Tensor,
+    state_sizes: tuple[int, ...],  # block sizes, in tokens
+    /,
+) -> tuple[int, int, int, bool, int, int, int, int] | None:
+    """Most new tokens of a row, the longest context, the sum of contexts; whether a row has tokens in the cache; chunks
+    of 8 tokens; most block boundaries inside the rows' new tokens, of any size; the addresses of the device's."""
 
 def conv_programs(
     query_start: npt.NDArray[np.integer], chunk: int, least: int, with_lists: bool, /

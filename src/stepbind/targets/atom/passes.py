@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from stepbind.hosts.rtp_llm.steps import Scratch, StepOptions, step_of
 from stepbind.plan import Arena, ArenaPool, Plan, build_plan, make_arena
 from stepbind.plan.arena import num_chunks
 from stepbind.plan.plan import conv_list_size
-from stepbind.step import INT32_MAX, BlockTables, Granularity, Step
+from stepbind.step import INT32_MAX, Granularity, Step
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups, granularity
 from stepbind.targets.atom.metadata import Profile
@@ -32,6 +32,9 @@ from stepbind.targets.atom.read import (
 from stepbind.targets.atom.shared import SharedValues, of_plan, on_host
 from stepbind.targets.atom.tables import first_granularity, first_table, group_table, to_physical
 from stepbind.targets.atom.values import GroupTable, GroupValues, Rows, from_plan, highest, slots_at, values_of
+
+if TYPE_CHECKING:
+    from stepbind.targets.atom.known import Key, Known
 
 MIN_ROWS = 256
 """Rows that buffers are made for at least."""
@@ -52,7 +55,7 @@ class PlanBuffers:
     lenient: ArenaPool = field(default_factory=lambda: ArenaPool(MIN_ROWS))
     eager_scratch: dict[int, Scratch] = field(default_factory=dict)
     tables: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
-    usual_tables: dict[tuple[int, ...], tuple[bytes, BlockTables, object]] = field(default_factory=dict)
+    known: dict[Key, Known] = field(default_factory=dict)
 
     def scratch_for(self, host: AtomPass) -> Scratch:
         """The thread's own. The fill reads it, and nobody behind that: nested passes may use it in turn."""
@@ -250,7 +253,7 @@ def compute_by_plan(
         is_dummy=sizes.is_dummy,
         num_rows=host.num_rows,
         num_tokens=num_tokens,
-        shared=of_plan(plan, host.is_prefill, torch.from_numpy(own_start).dtype, with_lists),
+        shared=of_plan(plan, host.is_prefill, torch.from_numpy(own_start).dtype, profile.sparse_fields, with_lists),
         query_start_host=own_start,
         seq_lens=_planned_lengths(host, profile, plan),
         max_query=max(sizes.max_query, 1),

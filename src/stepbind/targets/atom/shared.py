@@ -55,15 +55,16 @@ def on_host(rows: Rows, is_prefill: bool, with_tokens: bool) -> SharedValues:
     return SharedValues(query_start, row, start, upto(row.shape[0] + 1)[1:])
 
 
-def of_plan(plan: Plan, is_prefill: bool, dtype: torch.dtype, with_lists: bool) -> SharedValues:
-    """`dtype`: of the offsets. with_lists: those of `conv_programs`."""
-    shared = plan.shared
+def of_plan(plan: Plan, is_prefill: bool, dtype: torch.dtype, with_tokens: bool, with_lists: bool) -> SharedValues:
+    """`dtype`: of the offsets. with_tokens: what there is one of for each token too. with_lists: those of
+    `conv_programs`."""
+    shared, row_of_token = plan.shared, plan.shared.row_of_token if with_tokens else None
     if not is_prefill:
         rows, device = plan.sizes.padded_rows, shared.query_start.device
-        return SharedValues(_one_each(rows, dtype, device), shared.row_of_token, None, None)
-    by_token = shared.row_of_token, shared.span_start, shared.span_end
+        return SharedValues(_one_each(rows, dtype, device), row_of_token, None, None)
+    spans = (shared.span_start, shared.span_end) if with_tokens else (None, None)
     lists = (shared.conv_chunk_row, shared.conv_chunk_index) if with_lists else (None, None)
-    return SharedValues(shared.query_start.to(dtype), *by_token, *lists)
+    return SharedValues(shared.query_start.to(dtype), row_of_token, *spans, *lists)
 
 
 @lru_cache(maxsize=1024)

@@ -17,16 +17,13 @@ from stepbind.plan.plan import conv_list_size
 from stepbind.step import BlockTable, BlockTables, Lengths, Phase, Step
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups
+from stepbind.targets.atom.known import Key, compute_known, key_of, known_of, remember
 from stepbind.targets.atom.metadata import Profile
-from stepbind.targets.atom.native import native
 from stepbind.targets.atom.passes import PlanBuffers
 from stepbind.targets.atom.read import Numbers, one_each
 from stepbind.targets.atom.shared import of_plan
 from stepbind.targets.atom.usual import UsualInputs, UsualSizes, computed_of, has_none, size_of
 from stepbind.targets.atom.usual_tables import Tensors, UsualGroups
-
-MAX_TABLES = 8
-"""Sets of tables that are remembered: a host keeps one or two, or makes one for each pass."""
 
 
 def usual_on_gpu(
@@ -41,27 +38,53 @@ def usual_on_gpu(
     """None for a pass that is not usual. strict, level, and what is raised: as in `passes.compute_by_plan`."""
     if groups.first_paged < 0 or groups.has_kernel_blocks or strict or not given.is_store_alike:
         return None
-    if has_none(given.lengths[1:-1] if given.is_prefill else given.lengths[:-1]):
+    if given.is_prefill and profile.prefill_context_is_plus_one and size_of(given.lengths[0]):
         return None
     if strict is None:
         buffers.raise_seen()
-    tokens = positions.numel()
-    step = (_prefill if given.is_prefill else _decode)(given, tokens, profile, groups, buffers)
+    tokens, key = positions.numel(), key_of(given, strict, level)
+    known = None if key is None else buffers.known.get(key)
+    if known is not None and known.groups is groups and known.with_tokens is profile.sparse_fields:
+        found = compute_known(known, given, tokens)
+        if found is not None:
+            return found
+    return _compute(given, tokens, profile, groups, buffers, strict, level, key)
+
+
+def _compute(
+    given: UsualInputs,
+    tokens: int,
+    profile: Profile,
+    groups: AtomGroups,
+    buffers: PlanBuffers,
+    strict: bool | None,
+    level: int,
+    key: Key | None,
+) -> Computed | None:
+    """By a step and a plan; from then on such passes are known."""
+    if has_none(given.lengths[1:-1] if given.is_prefill else given.lengths[:-1]):
+        return None
+    step = (_prefill if given.is_prefill else _decode)(given, tokens, groups)
     if step is None:
         return None
     pool = buffers.eager if strict is None else buffers.lenient
-    plan = build_plan(step, pool.arena_for(step, level), strict=False)
-    sizes, shared, prefill = plan.sizes, plan.shared, given.is_prefill
-    own = [given.tables[source.table] for source in groups.sources]
+    arena = pool.arena_for(step, level)
+    plan = build_plan(step, arena, strict=False)
+    sizes, prefill = plan.sizes, given.is_prefill
+    values = UsualGroups([given.tables[source.table] for source in groups.sources], groups, *_values(plan))
+    dtype = torch.int32 if prefill else torch.int64
+    shared = of_plan(plan, prefill, dtype, profile.sparse_fields, bool(step.padded_chunks))
+    if key is not None and plan.descriptor is not None:
+        remember(buffers.known, key, known_of(step, arena, plan, groups, values, shared))
     return computed_of(
         groups,
         given.tables[0],
-        UsualGroups(own, groups, *_values(plan)),
+        values,
         groups.planned_states,
-        shared=of_plan(plan, prefill, torch.int32 if prefill else torch.int64, bool(step.padded_chunks)),
+        shared=shared,
         start=given.lengths[5].numpy() if prefill else one_each(tokens),
-        context=shared.context_len if prefill else given.lengths[3],
-        has_prior=shared.has_prior if prefill and groups.state_groups else None,
+        context=plan.shared.context_len if prefill else given.lengths[3],
+        has_prior=plan.shared.has_prior if prefill and groups.state_groups else None,
         sizes=UsualSizes(
             step.num_rows,
             tokens,
@@ -73,7 +96,7 @@ def usual_on_gpu(
     )
 
 
-def _decode(given: UsualInputs, tokens: int, profile: Profile, groups: AtomGroups, buffers: PlanBuffers) -> Step | None:
+def _decode(given: UsualInputs, tokens: int, groups: AtomGroups) -> Step | None:
     """One token a row, behind at least one in the cache, by the host's lengths and the device's plus-one field."""
     new, prefix, prior, context, start, _ = given.lengths
     if new.numel() != tokens or prefix.numel() or prior.numel() != tokens or context.numel() != tokens:
@@ -81,7 +104,7 @@ def _decode(given: UsualInputs, tokens: int, profile: Profile, groups: AtomGroup
     prior, start = _on_host(prior), _on_host(start)
     if prior is None or not prior.all() or start is None or (start.size and start.item(-1)):
         return None
-    tables = _tables(given, groups, buffers)
+    tables = _tables(given, groups)
     if tables is None:
         return None
     return Step(
@@ -94,15 +117,11 @@ def _decode(given: UsualInputs, tokens: int, profile: Profile, groups: AtomGroup
     )
 
 
-def _prefill(
-    given: UsualInputs, tokens: int, profile: Profile, groups: AtomGroups, buffers: PlanBuffers
-) -> Step | None:
+def _prefill(given: UsualInputs, tokens: int, groups: AtomGroups) -> Step | None:
     """At least one token a row, by lengths that are on the host and on the device, and the host's offsets."""
-    plus_one, new, new_there, prior, prior_there, start, _ = given.lengths
+    _, new, new_there, prior, prior_there, start, _ = given.lengths
     rows = new.numel()
-    if (profile.prefill_context_is_plus_one and size_of(plus_one)) or not (
-        rows == new_there.numel() == prior.numel() == prior_there.numel() == start.numel() - 1
-    ):
+    if not rows == new_there.numel() == prior.numel() == prior_there.numel() == start.numel() - 1:
         return None
     new, prior, start = _on_host(new), _on_host(prior), _on_host(start)
     if (
@@ -115,7 +134,7 @@ def _prefill(
         or new.min() <= 0
     ):
         return None
-    tables, lengths = _tables(given, groups, buffers), (Lengths(new, new_there), Lengths(prior, prior_there))
+    tables, lengths = _tables(given, groups), (Lengths(new, new_there), Lengths(prior, prior_there))
     if tables is None:
         return None
     chunks = conv_list_size(num_chunks(new)) if groups.state_groups else 0
@@ -127,23 +146,12 @@ def _on_host(tensor: torch.Tensor) -> Numbers | None:
     return tensor.numpy() if tensor.is_cpu and tensor.dtype == torch.int32 and tensor.dim() == 1 else None
 
 
-def _tables(given: UsualInputs, groups: AtomGroups, buffers: PlanBuffers) -> BlockTables | None:
-    """The tables of `AtomGroups.planned`; remembered for the same tensors in the same places. None for those that are
-    not read as they are."""
-    tables, kept = given.tables, buffers.usual_tables
-    places = None if native is None else native.places(tables)
-    key = tuple(map(id, tables))
-    found = kept.get(key)
-    if found is not None and places is not None and found[0] == places:
-        return found[1]
+def _tables(given: UsualInputs, groups: AtomGroups) -> BlockTables | None:
+    """The tables of `AtomGroups.planned`. None for those that are not read as they are."""
+    tables = given.tables
     if not all(table.dtype == torch.int32 and table.dim() == 2 and table.is_contiguous() for table in tables):
         return None
-    made = BlockTables([BlockTable(source.group, tables[source.table]) for source in groups.planned])
-    if places is not None:
-        if len(kept) >= MAX_TABLES:
-            del kept[next(iter(kept))]
-        kept[key] = places, made, tables  # held, so that an id is nobody else's
-    return made
+    return BlockTables([BlockTable(source.group, tables[source.table]) for source in groups.planned])
 
 
 def _values(plan: Plan) -> tuple[Tensors, Tensors, Tensors]:

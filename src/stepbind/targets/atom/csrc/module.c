@@ -7,7 +7,9 @@ static PyMethodDef functions[] = {
     {"are_at", FAST(are_at)},
     {"is_content", FAST(is_content)},
     {"decode", FAST(decode)},
+    {"decode_lengths", FAST(decode_lengths)},
     {"prefill", FAST(prefill)},
+    {"prefill_lengths", FAST(prefill_lengths)},
     {"conv_programs", FAST(conv_programs)},
     {NULL, NULL, 0, NULL},
 };

@@ -5,6 +5,8 @@
 enum { MAX_DIMS = 8 };
 typedef struct {
     void *data;
+    int32_t device_type, device_id;
+    int32_t code, bits;
     int64_t ndim, shape[MAX_DIMS], strides[MAX_DIMS];
 } Place;
 
@@ -15,6 +17,10 @@ static int place_of(PyObject *object, Place *out)
         return 0;
     memset(out, 0, sizeof(Place));
     out->data = data_of(&tensor);
+    out->device_type = tensor.device_type;
+    out->device_id = tensor.device_id;
+    out->code = tensor.dtype.code;
+    out->bits = tensor.dtype.bits;
     out->ndim = tensor.ndim;
     for (int i = 0; i < tensor.ndim; i++) {
         out->shape[i] = tensor.shape[i];

@@ -1,5 +1,6 @@
-/* What a usual pass on the host costs most calls for, each in one: are the layers' buffers still the same (places.c), and
- * all values of a decode or prefill pass (values.c, programs.c). Python's side: `native.py`, `_native.pyi`.
+/* What a usual pass costs most calls for, each in one: are the layers' buffers still the same (places.c), all values of a
+ * decode or prefill pass on the host (values.c, programs.c), and the sizes of one on a GPU (device.c). Python's side:
+ * `native.py`, `_native.pyi`.
  *
  * Tensors are read and made through torch's DLPack C exchange API (DLPack 1.2 and later, PyTorch 2.10 and later,
  * `torch.Tensor.__dlpack_c_exchange_api__`), which needs no header of torch's and copies nothing.
@@ -93,7 +94,9 @@ PyObject *places(PyObject *self, PyObject *buffers);
 PyObject *are_at(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 PyObject *is_content(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
+PyObject *decode_lengths(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 PyObject *prefill(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
+PyObject *prefill_lengths(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 PyObject *conv_programs(PyObject *self, PyObject *const *arguments, Py_ssize_t count);
 
 #ifdef __GNUC__
