@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 
 from stepbind.errors import BlockFaultError
 from stepbind.targets import atom
-from stepbind.targets.atom.usual_tables import UsualGroups
 from tests.hosts.rtp_double.cuda_graph import CudaGraph
+from tests.targets.atom_double.fields import values_in
 from tests.targets.atom_double.modules import Ambient, atom_installed
 from tests.targets.atom_double.passes import (
     hybrid_model,
@@ -42,29 +41,6 @@ DEVICE = "cuda"
 def ambient() -> Iterator[Ambient]:
     with atom_installed() as state:
         yield state
-
-
-def values_in(found: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Tensors and numbers of a context by where they stand, as (dtype, values), through objects and containers; the
-    host's own objects and the caches are left out."""
-    if isinstance(found, torch.Tensor):
-        yield name, (found.dtype, found.tolist())
-    elif isinstance(found, dict):
-        for key, value in found.items():
-            yield from values_in(value, f"{name}[{key}]")
-    elif hasattr(found, "_asdict"):
-        yield from values_in(found._asdict(), name)
-    elif isinstance(found, UsualGroups):
-        yield from values_in(tuple(found), name)
-    elif isinstance(found, tuple) and any(not isinstance(each, int) for each in found):
-        for index, value in enumerate(found):
-            yield from values_in(value, f"{name}[{index}]")
-    elif isinstance(found, (int, float, str, tuple, Enum, type(None))):
-        yield name, found
-    elif hasattr(found, "__dict__"):
-        for field, value in vars(found).items():
-            if field not in ("rtp_attn_inputs", "kv_cache_data", "mla_layer_map"):
-                yield from values_in(value, f"{name}.{field}")
 
 
 @every_class

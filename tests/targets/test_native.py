@@ -118,6 +118,71 @@ def test_offsets_that_lead_out_of_the_pass_are_declined(start: list[int]) -> Non
     assert native.prefill(*given[:3], good, *given[4:], (8,), (0, 5), (0,), False, True) is not None
 
 
+def lengths_of(rng: random.Random, prefill: bool) -> dict[str, Any]:
+    """Arguments of `decode_lengths` or `prefill_lengths`, of a good pass."""
+    rows = rng.randint(1, 20)
+    prior = [rng.choice((0, 1, 7, 8, 9, 63, 64, 5000)) + (not prefill) for _ in range(rows)]
+    table, tokens = torch.ones(rows, 2, dtype=torch.int32), int32(prior)
+    if not prefill:
+        given = {"new": int32([1] * rows), "prefix": int32([]), "prior": tokens, "context": tokens + 1}
+        return {**given, "start": int32([0] * rng.randint(0, 3)), "rows": rows, "table": table}
+    new = int32([rng.choice((1, 7, 8, 9, 64, 300)) for _ in range(rows)])
+    start = torch.cat((int32([0]), new.cumsum(0, dtype=torch.int32)))
+    given = {"new": new, "new_there": new.clone(), "prior": tokens, "prior_there": tokens.clone(), "start": start}
+    return {**given, "rows": rows, "tokens": int(start[-1]), "table": table, "sizes": (8, 64)}
+
+
+def int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_sizes_of_passes_on_a_gpu_are_those_of_the_hosts_lengths() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        of = lengths_of(rng, False)
+        context = of["context"]
+        want = int(context.max()), int(context.sum()), context.data_ptr()
+        assert native.decode_lengths(*of.values()) == want
+        of = lengths_of(rng, True)
+        new, prior = of["new"].tolist(), of["prior"].tolist()
+        ends = [n + q for n, q in zip(prior, new, strict=True)]
+        chunks = sum(-(-q // 8) for q in new)
+        inside = [sum((e - 1) // size - n // size for n, e in zip(prior, ends, strict=True)) for size in (8, 64)]
+        there = of["new_there"].data_ptr(), of["prior_there"].data_ptr()
+        want = max(new), max(ends), sum(ends), any(prior), chunks, max(inside), *there
+        assert native.prefill_lengths(*of.values()) == want
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_lengths_that_are_not_usual_are_declined(prefill: bool) -> None:
+    function = native.prefill_lengths if prefill else native.decode_lengths
+    for seed in range(400):
+        rng = random.Random(seed)
+        of = lengths_of(rng, prefill)
+        name = rng.choice(list(of))
+        was = of[name]
+        if name == "table":
+            of[name] = torch.ones(2, 2, device="meta")  # lengths that are elsewhere
+        elif name == "sizes":
+            of[name] = rng.choice(((0,), (-1, 8), tuple(range(1, 18))))
+        elif isinstance(was, int):
+            of[name] = rng.choice((was + 1, was - 1, 0, -1))
+        elif name == "prefix":
+            of[name] = rng.choice((None, int32([1])))
+        elif name == "start" and not prefill:
+            of[name] = rng.choice((None, int32([0, 1]), was.long()))
+        elif name == "new" and not prefill:
+            of[name] = rng.choice((None, int32([1] * (of["rows"] + 1))))
+        else:
+            bad = [was[:-1], was.long(), was.float(), was[None], was.repeat_interleave(2)[::2], None]
+            bad = [*bad[:-2], None] if was.numel() < 2 else bad  # one number is next to itself
+            if not name.endswith("_there") and name != "context":  # those are not read here
+                index = rng.randrange(was.numel())
+                bad += [was.index_fill(0, torch.tensor(index), value) for value in (-1, -(2**31), 2**31 - 1)]
+            of[name] = rng.choice(bad)
+        assert function(*of.values()) is None, (seed, name, of[name])
+
+
 def test_what_is_made_is_let_go() -> None:
     """Of passes taken and of those declined in the last row: neither objects nor memory pile up."""
     context = torch.full((512,), 9, dtype=torch.int32)

@@ -69,8 +69,9 @@ def fill_triton(step: Step, arena: Arena) -> Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
-    """The kernel on a grid, and its last arguments."""
+class Call:
+    """The kernel on a grid, and its last arguments. Those before them: a descriptor (`pointer_to`), the addresses of
+    query_len and prior_len, [num_rows] int32, and num_rows."""
 
     launch: Callable[..., None]
     arguments: tuple[int | bool, ...]
@@ -86,7 +87,7 @@ class _Bucket:
 
     shared: Shared
     groups: tuple[GroupPlan, ...]
-    sizes: tuple[int, ...]  # of `Launcher.launch`
+    call: Call
 
 
 @dataclass(eq=False)
@@ -109,7 +110,7 @@ class Launcher:
     upload: torch.Tensor
     uploaded_lengths: int
     staging: Staging
-    calls: dict[tuple[int, ...], _Call]
+    calls: dict[tuple[int, ...], Call]
     buckets: dict[tuple[int, ...], _Bucket]
     row_views: dict[int, RowViews]
     state_views: dict[tuple[int, ...], tuple[StatePlan, ...]]
@@ -163,24 +164,22 @@ class Launcher:
             descriptor, lengths = self._descriptor(step), (query.data_ptr(), prior.data_ptr())
             if _is_capturing(self.arena):
                 self.captured.add(descriptor)
-        self.launch(descriptor, *lengths, step.num_rows, bucket.sizes)
+        call = bucket.call
+        call.launch(pointer_to(descriptor), *lengths, step.num_rows, *call.arguments)
         return Plan(Sizes.of(step), bucket.shared, bucket.groups, self.arena.group_of_layer, descriptor)
 
-    def launch(
-        self, descriptor: torch.Tensor, query_len: int, prior_len: int, num_rows: int, sizes: tuple[int, ...]
-    ) -> None:
-        """The fill alone, by the descriptor of a plan of this arena, for callers that keep its views and know that the
-        step fits as that of the plan did.
+    def call_of(self, sizes: tuple[int, ...]) -> Call:
+        """The fill alone, for callers that keep a plan's views and descriptor, and know that the step fits as that of
+        the plan did.
 
-        query_len, prior_len: addresses of [num_rows] int32. sizes: rows and tokens that the kernel runs at, and in
-        decode whether contexts are on the device; else whether the phase is verify, entries of the lists of convolution
-        chunks, and most snapshots of a group.
+        sizes: rows and tokens that the kernel runs at, and in decode whether contexts are on the device; else whether
+        the phase is verify, entries of the lists of convolution chunks, and most snapshots of a group.
         """
         call = self.calls.get(sizes)
         if call is None:
             _make_room(self.calls, MAX_BUCKETS)
             call = self.calls[sizes] = self._call(*sizes)
-        call.launch(descriptor, query_len, prior_len, num_rows, *call.arguments)
+        return call
 
     def _bucket_of(self, step: Step, contexts: bool) -> _Bucket:
         if step.phase is Phase.DECODE:
@@ -201,10 +200,10 @@ class Launcher:
         views = self._views(rows, tuple(snapshots))
         shared, groups = step_views(self.arena, *views, tokens, chunks)
         most = (chunks, max(snapshots, default=0)) if lists else ()
-        return _Bucket(shared, groups, (rows, tokens, variant, *most))
+        return _Bucket(shared, groups, self.call_of((rows, tokens, variant, *most)))
 
-    def _call(self, rows: int, tokens: int, variant: int, *lists: int) -> _Call:
-        """As `launch`."""
+    def _call(self, rows: int, tokens: int, variant: int, *lists: int) -> Call:
+        """As `call_of`."""
         num_groups, row_blocks = len(self.arena.groups), -(-rows // ROWS)
         columns = min(COLUMNS, max(32, triton.next_power_of_2(self.widest)))
         parts = max(1, min(PROGRAMS // (row_blocks * num_groups), -(-self.widest // columns)))
@@ -227,7 +226,7 @@ class Launcher:
             address = self.uploaded_lengths
             arguments = (self.upload, address, address, rows, *numbers, *constants)
             compiled = self.compiled[constants] = _compiled(kernel, warps, *arguments)
-        return _Call(compiled[grid], (*numbers, *constants))
+        return Call(compiled[grid], (*numbers, *constants))
 
     def _views(self, rows: int, snapshots: tuple[int, ...]) -> tuple[RowViews, tuple[StatePlan, ...]]:
         of_rows = self.row_views.get(rows)
@@ -319,6 +318,11 @@ def _compiled(kernel: Any, warps: int, *arguments: Any) -> Any:
     if not isinstance(kernel, JITFunction):  # Triton's interpreter
         return kernel
     return kernel.warmup(*arguments, grid=(1, 1, 1), num_warps=warps)
+
+
+def pointer_to(descriptor: torch.Tensor) -> Any:
+    """What a `Call` takes for it: the address, which a compiled kernel's call takes in less time than a tensor."""
+    return descriptor.data_ptr() if isinstance(kernels.fill_decode, JITFunction) else descriptor
 
 
 def _make_room(kept: dict[Any, Any], limit: int) -> None:

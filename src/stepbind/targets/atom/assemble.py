@@ -31,11 +31,9 @@ def gdn_metadata(host: Host, computed: Computed, groups: AtomGroups, api: AtomAp
     rows, tokens = computed.num_rows, computed.num_tokens
     prefill = host.is_prefill
     programs = batch = offset = None
-    start = computed.shared.query_start
+    start = computed.shared.query_start if computed.own_start is None else computed.own_start
     if prefill:
         programs, batch, offset = conv_programs(computed.query_start_host, computed.shared)
-    if computed.query_start_host.size != start.shape[0] or int(computed.query_start_host[-1]) != tokens:
-        start = torch.from_numpy(computed.query_start_host).to(start.device)
     metadata = api.gdn_metadata(
         num_prefills=rows if prefill else 0,
         num_prefill_tokens=tokens if prefill else 0,

@@ -22,7 +22,8 @@ class States(NamedTuple):
 class Computed(NamedTuple):
     """All that ATOM's metadata is made of. B rows, T tokens.
 
-    query_start_host: the host's own offsets, for Gated DeltaNet. seq_lens: [B] int32 context lengths. max_query,
+    query_start_host: the host's own offsets, for Gated DeltaNet; own_start: the same as a tensor, where they are not
+    `shared.query_start`. seq_lens: [B] int32 context lengths. max_query,
     max_context, total_context: tokens. has_prior: [B] bool, in a prefill with Gated DeltaNet layers; has_prefix:
     whether the host says so of any row. block_table:
     [B, C] int32, slot_mapping: [T] int64, both of the first group as the reference has them. state_read, state_write:
@@ -46,3 +47,4 @@ class Computed(NamedTuple):
     state_read: torch.Tensor | None
     state_write: torch.Tensor | None
     states: States | None = None
+    own_start: torch.Tensor | None = None

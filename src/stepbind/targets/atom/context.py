@@ -137,25 +137,26 @@ class RTPForwardContext:
             host, computed, groups, cls.profile, api, cg_bufs, kept.buffers if captured else None
         )
         context = object.__new__(cls)
-        # One update, as every pass makes one: a frozen dataclass sets its fields one by one.
-        vars(context).update(
-            gdn_metadata=gdn,
-            attn_metadata=metadata,
-            rtp_attn_inputs=host.attn_inputs,
-            rtp_seq_size_per_block=groups.block_size,
-            rtp_kernel_seq_size_per_block=groups.kernel_block_size,
-            kv_cache_data=tensors,
-            state_indices_cache=caches[0],
-            layer_group_map=groups.layer_to_group,
-            context=api.context(
+        fields = {
+            "gdn_metadata": gdn,
+            "attn_metadata": metadata,
+            "rtp_attn_inputs": host.attn_inputs,
+            "rtp_seq_size_per_block": groups.block_size,
+            "rtp_kernel_seq_size_per_block": groups.kernel_block_size,
+            "kv_cache_data": tensors,
+            "state_indices_cache": caches[0],
+            "layer_group_map": groups.layer_to_group,
+            "context": api.context(
                 positions=positions,
                 is_prefill=host.is_prefill,
                 batch_size=computed.num_rows,
                 graph_bs=computed.num_rows,
             ),
-            num_tokens=positions.numel(),
-            mla_layer_map=maps[2] if cls.profile.latent_layers else _NO_LAYERS,
-        )
+            "num_tokens": positions.numel(),
+            "mla_layer_map": maps[2] if cls.profile.latent_layers else _NO_LAYERS,
+        }
+        # At once, as every pass makes one: a frozen dataclass sets its fields one by one.
+        object.__setattr__(context, "__dict__", fields)
         return context
 
     @classmethod
@@ -201,7 +202,7 @@ class _Bound(threading.local):
 
     def level_of(self, runtime: Any) -> int:
         """How many of them are the runtime's."""
-        return sum([of is runtime for _, of in self.stack])
+        return sum([of is runtime for _, of in self.stack]) if self.stack else 0
 
 
 _bound = _Bound()
@@ -223,13 +224,16 @@ class _Binding(AbstractContextManager[None]):
         metadata.rtp_kernel_seq_size_per_block = context.rtp_kernel_seq_size_per_block
         metadata.rtp_seq_size_per_block = context.rtp_seq_size_per_block
         metadata.rtp_layer_group_map = context.layer_group_map
-        latent, self._attached = context.mla_layer_map, Attached()
-        points = update_points(kept_on(self._runtime), latent, context.rtp_seq_size_per_block, api) if latent else []
+        latent, self._attached = context.mla_layer_map, None
+        if latent:
+            points = update_points(kept_on(self._runtime), latent, context.rtp_seq_size_per_block, api)
+            self._attached = Attached(points)
         self._caches_before = api.cache_context.kv_cache_data
         self._local_before = getattr(api.local, "ctx", None)
         _bound.stack.append((context, self._runtime))
         try:
-            self._attached.attach(points)
+            if self._attached is not None:
+                self._attached.attach()
             _set(api, context)
         except BaseException:
             self._restore()
@@ -251,7 +255,8 @@ class _Binding(AbstractContextManager[None]):
             if api.local is not None:
                 api.local.ctx = self._local_before
         finally:
-            self._attached.restore()
+            if self._attached is not None:
+                self._attached.restore()
             api.set_kv_cache_data(self._caches_before if self._caches_before is not None else {})
 
 

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stepbind.plan import Arena, PagedPlan, Plan
 from stepbind.plan.plan import conv_list_size
 from stepbind.step import Step
-from stepbind.targets.atom.computed import Computed
+from stepbind.targets.atom.computed import Computed, States
 from stepbind.targets.atom.groups import AtomGroups
 from stepbind.targets.atom.native import native
 from stepbind.targets.atom.read import one_each
 from stepbind.targets.atom.shared import SharedValues
-from stepbind.targets.atom.usual import UsualInputs, UsualSizes, computed_of
+from stepbind.targets.atom.usual import UsualInputs, UsualSizes, computed_of, states_of
 from stepbind.targets.atom.usual_tables import Tensors, UsualGroups
 
 if TYPE_CHECKING:
-    from stepbind.plan.fill_triton import Launcher
+    from stepbind.plan.fill_triton import Call, Launcher
 
 MAX_KNOWN = 128
 """Kinds of passes that are remembered: a host has a set of tables for each number of rows, or makes them anew."""
@@ -36,14 +36,18 @@ Key = tuple[bytes, bool, bool, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What passes of one kind share. rows: B. max_context: tokens of a row that arena and tables have room for. ones:
-    [B] int32 new tokens of each row of a decode, None in prefill. slots, read, write: of each of `AtomGroups.planned`.
-    with_tokens: whether there are values of each token.
+    """What passes of one kind share.
+
+    pointer: to the descriptor. decode: the call that fills one. rows: B. max_context: tokens of a row that arena and
+    tables have room for. ones: [B] int32 new tokens of each row of a decode. slots, read, write: of each of
+    `AtomGroups.planned`. with_tokens: whether there are values of each token.
     """
 
     arena: Arena
     launcher: Launcher
     descriptor: torch.Tensor
+    pointer: Any
+    decode: Call | None
     groups: AtomGroups
     rows: int
     max_context: int
@@ -51,6 +55,7 @@ class Known:
     slots: Tensors
     read: Tensors
     write: Tensors
+    states: States | None
     shared: SharedValues
     context_len: torch.Tensor
     has_prior: torch.Tensor | None
@@ -68,6 +73,8 @@ def known_of(
     step: Step, arena: Arena, plan: Plan, groups: AtomGroups, values: UsualGroups, shared: SharedValues
 ) -> Known:
     """What is kept of a first pass. values: of `AtomGroups.planned`."""
+    from stepbind.plan.fill_triton import pointer_to  # needs Triton, as plans with a descriptor do
+
     assert arena.launcher is not None
     assert plan.descriptor is not None
     is_prefill = not step.contexts_on_device
@@ -75,6 +82,8 @@ def known_of(
         arena=arena,
         launcher=arena.launcher,
         descriptor=plan.descriptor,
+        pointer=pointer_to(plan.descriptor),
+        decode=None if is_prefill else arena.launcher.call_of((step.num_rows, step.num_rows, True)),
         groups=groups,
         rows=step.num_rows,
         max_context=min(arena.max_context, step.block_tables.max_context),
@@ -82,6 +91,7 @@ def known_of(
         slots=values.slots,
         read=values.read,
         write=values.write,
+        states=states_of(groups, groups.planned_states, is_prefill, values.read, values.write),
         shared=shared,
         context_len=plan.shared.context_len,
         has_prior=plan.shared.has_prior if is_prefill and groups.state_groups else None,
@@ -92,7 +102,7 @@ def known_of(
 def remember(kept: dict[Key, Known], key: Key, known: Known) -> None:
     """In the place of the one that has been kept longest, where there are many."""
     if key not in kept and len(kept) >= MAX_KNOWN:
-        del kept[next(iter(kept))]
+        kept.pop(next(iter(kept)), None)  # another thread may have been faster
     kept[key] = known
 
 
@@ -103,18 +113,18 @@ def compute_known(known: Known, given: UsualInputs, tokens: int) -> Computed | N
 
 def _decode(known: Known, given: UsualInputs, tokens: int) -> Computed | None:
     new, prefix, prior, context, start, _ = given.lengths
-    if known.ones is None or tokens != known.rows:
+    if known.ones is None or known.decode is None or tokens != known.rows:
         return None
     found = native.decode_lengths(new, prefix, prior, context, start, tokens, given.tables[0])
     if found is None or found[0] > known.max_context:
         return None
     longest, total, contexts = found
-    known.launcher.launch(known.descriptor, known.ones.data_ptr(), contexts, tokens, (tokens, tokens, True))
+    known.decode.launch(known.pointer, known.ones.data_ptr(), contexts, tokens, *known.decode.arguments)
     return computed_of(
         known.groups,
         given.tables[0],
         _groups(known, given, known.slots),
-        known.groups.planned_states,
+        _states(known),
         shared=known.shared,
         start=one_each(tokens),
         context=context,
@@ -135,8 +145,8 @@ def _prefill(known: Known, given: UsualInputs, tokens: int) -> Computed | None:
         return None
     most, longest, total, has_prefix, chunks, snapshots, query_len, prior_len = found
     listed = conv_list_size(chunks) if groups.state_groups else chunks
-    sizes = rows, tokens, False, listed, snapshots
-    known.launcher.launch(known.descriptor, query_len, prior_len, rows, sizes)
+    call = known.launcher.call_of((rows, tokens, False, listed, snapshots))
+    call.launch(known.pointer, query_len, prior_len, rows, *call.arguments)
     views = known.by_tokens.get((tokens, listed))
     if views is None:
         if len(known.by_tokens) >= MAX_SIZES:
@@ -147,7 +157,7 @@ def _prefill(known: Known, given: UsualInputs, tokens: int) -> Computed | None:
         groups,
         given.tables[0],
         _groups(known, given, slots),
-        groups.planned_states,
+        _states(known),
         shared=shared,
         start=start.numpy(),
         context=known.context_len,
@@ -159,6 +169,12 @@ def _prefill(known: Known, given: UsualInputs, tokens: int) -> Computed | None:
 def _groups(known: Known, given: UsualInputs, slots: Tensors) -> UsualGroups:
     own = [given.tables[source.table] for source in known.groups.sources]
     return UsualGroups(own, known.groups, slots, known.read, known.write)
+
+
+def _states(known: Known) -> States | None:
+    """The pass's own: ATOM's layers add to them."""
+    states = known.states
+    return None if states is None else States(states.read.copy(), states.write.copy())
 
 
 def _views(known: Known, tokens: int, listed: int) -> tuple[Tensors, SharedValues]:

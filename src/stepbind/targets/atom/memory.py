@@ -182,13 +182,14 @@ def _slots(holder: Any) -> list[Any] | None:
 class Attached:
     """Sparse MLA layers' caches in their places, and what stood there before (seed behaviour 20)."""
 
-    def __init__(self) -> None:
+    def __init__(self, points: list[AttachPoint]) -> None:
+        self._points = points
         self._attributes: list[tuple[Any, Any]] = []
         self._entries: list[tuple[list[Any], Any]] = []
 
-    def attach(self, points: list[AttachPoint]) -> None:
+    def attach(self) -> None:
         was, entries = self._attributes, self._entries
-        for owner, cache, holder, keys in points:
+        for owner, cache, holder, keys in self._points:
             attributes = owner.__dict__
             if "kv_cache" in attributes:  # past `nn.Module`'s bookkeeping, which has nothing to do with it
                 was.append((attributes, attributes["kv_cache"]))

@@ -23,6 +23,7 @@ from stepbind.targets.atom.metadata import Profile
 from stepbind.targets.atom.read import (
     AtomPass,
     Numbers,
+    Offsets,
     context_lengths,
     numbers,
     prefix_of,
@@ -150,7 +151,15 @@ def compute_on_host(
         groups=values[: len(groups.sources)],
         state_read=read,
         state_write=write,
+        own_start=_own_start(own_start, host.num_rows, num_tokens, block_table.device),
     )
+
+
+def _own_start(offsets: Offsets, rows: int, tokens: int, device: torch.device) -> torch.Tensor | None:
+    """`Computed.own_start`: the host's offsets where they are not of these rows and tokens."""
+    if offsets.size == rows + 1 and offsets[-1] == tokens:
+        return None
+    return torch.from_numpy(offsets).to(device)
 
 
 def _first_slots_on_host(
@@ -266,6 +275,7 @@ def compute_by_plan(
         groups=values[: len(groups.sources)],
         state_read=read,
         state_write=write,
+        own_start=_own_start(own_start, host.num_rows, num_tokens, step.device),
     )
 
 

@@ -22,7 +22,7 @@ from stepbind.targets.atom.metadata import Profile
 from stepbind.targets.atom.native import native
 from stepbind.targets.atom.read import Offsets, one_each
 from stepbind.targets.atom.shared import SharedValues, upto
-from stepbind.targets.atom.usual_tables import UsualGroups, usual_tables
+from stepbind.targets.atom.usual_tables import Tensors, UsualGroups, usual_tables
 
 _TABLE = "kv_cache_kernel_block_id_device"
 _COMMON = (_TABLE, f"{_TABLE}_by_group", "kv_cache_block_id_device", "kv_cache_layer_to_group")
@@ -63,7 +63,7 @@ def usual_inputs(inputs: Any, *, physical: bool) -> UsualInputs | None:
     try:
         first, tags, is_store_alike = inputs.attention_inputs, (), True
         others: list[Any] = []
-        if isinstance(first, Mapping):
+        if not hasattr(first, "is_prefill") and isinstance(first, Mapping):  # the second alone costs six times as much
             tags = tuple(first)
             first, *others = first.values()
         if first.is_cuda_graph or getattr(first, "is_target_verify", False):
@@ -78,7 +78,7 @@ def usual_inputs(inputs: Any, *, physical: bool) -> UsualInputs | None:
                 is_store_alike, tables = shape == own, [store, *tables[1:]]
             else:
                 is_store_alike = len(shape) == 2 and shape[0] == own[0]
-        if has_none(tables):
+        if tables[0] is None:
             return None
     except (AttributeError, ValueError, TypeError):  # the last one for what is None
         return None
@@ -125,7 +125,7 @@ def _decode(
         groups,
         tables.first,
         UsualGroups(tables.own, groups, *values),
-        groups.state_index,
+        states_of(groups, groups.state_index, False, *values[1:]),
         shared=SharedValues(_one_each(rows), _rows(rows) if profile.sparse_fields else None, None, None),
         start=one_each(rows),
         context=context,
@@ -164,7 +164,7 @@ def _prefill(
         groups,
         tables.first,
         UsualGroups(tables.own, groups, slots, read, write),
-        groups.state_index,
+        states_of(groups, groups.state_index, True, read, write),
         shared=SharedValues(start, *by_token),
         start=start.numpy(),
         context=context,
@@ -186,7 +186,7 @@ def computed_of(
     groups: AtomGroups,
     first_table: torch.Tensor,
     values: UsualGroups,
-    state_index: dict[int, int],
+    states: States | None,
     *,
     shared: SharedValues,
     start: Offsets,
@@ -194,14 +194,10 @@ def computed_of(
     has_prior: torch.Tensor | None,
     sizes: UsualSizes,
 ) -> Computed:
-    """state_index: which of `values` has the states of one of the host's groups."""
-    slots, read, write = values.slots, values.read, values.write
-    first_slots = slots[groups.paged[groups.first_paged]]
+    """states: of `states_of`, the pass's own."""
+    first_slots = values.slots[groups.paged[groups.first_paged]]
     assert first_slots is not None
-    states = None
-    if groups.state_groups:
-        keys = [((number, has_prior is not None), index) for number, index in state_index.items()]
-        states = States({key: read[index] for key, index in keys}, {key: write[index] for key, index in keys})
+    key = 0, has_prior is not None
     return Computed(
         is_dummy=False,
         num_rows=sizes.rows,
@@ -217,10 +213,20 @@ def computed_of(
         block_table=first_table,
         slot_mapping=first_slots,
         groups=values,
-        state_read=None if states is None else read[state_index[0]],
-        state_write=None if states is None else write[state_index[0]],
+        state_read=None if states is None else states.read[key],
+        state_write=None if states is None else states.write[key],
         states=states,
     )
+
+
+def states_of(
+    groups: AtomGroups, index: dict[int, int], is_prefill: bool, read: Tensors, write: Tensors
+) -> States | None:
+    """State slots by the host's groups; None without Gated DeltaNet. index: which of `read` and `write` they have."""
+    if not groups.state_groups:
+        return None
+    keys = [((number, is_prefill), i) for number, i in index.items()]
+    return States({key: read[i] for key, i in keys}, {key: write[i] for key, i in keys})
 
 
 def size_of(tensor: torch.Tensor | None) -> int:

@@ -22,7 +22,7 @@ from stepbind.targets.atom.metadata import Profile
 from stepbind.targets.atom.passes import PlanBuffers
 from stepbind.targets.atom.read import Numbers, one_each
 from stepbind.targets.atom.shared import of_plan
-from stepbind.targets.atom.usual import UsualInputs, UsualSizes, computed_of, has_none, size_of
+from stepbind.targets.atom.usual import UsualInputs, UsualSizes, computed_of, has_none, size_of, states_of
 from stepbind.targets.atom.usual_tables import Tensors, UsualGroups
 
 
@@ -80,7 +80,7 @@ def _compute(
         groups,
         given.tables[0],
         values,
-        groups.planned_states,
+        states_of(groups, groups.planned_states, prefill, values.read, values.write),
         shared=shared,
         start=given.lengths[5].numpy() if prefill else one_each(tokens),
         context=plan.shared.context_len if prefill else given.lengths[3],
@@ -149,7 +149,9 @@ def _on_host(tensor: torch.Tensor) -> Numbers | None:
 def _tables(given: UsualInputs, groups: AtomGroups) -> BlockTables | None:
     """The tables of `AtomGroups.planned`. None for those that are not read as they are."""
     tables = given.tables
-    if not all(table.dtype == torch.int32 and table.dim() == 2 and table.is_contiguous() for table in tables):
+    if has_none(tables) or not all(
+        table.dtype == torch.int32 and table.dim() == 2 and table.is_contiguous() for table in tables
+    ):
         return None
     return BlockTables([BlockTable(source.group, tables[source.table]) for source in groups.planned])
 

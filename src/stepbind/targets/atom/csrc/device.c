@@ -29,10 +29,14 @@ static int address(PyObject *object, int64_t rows, PyObject *table, long long *o
     return 1;
 }
 
-/* Numbers of the host's, 32 bits each. */
+/* Numbers of the host's, 32 bits each; there may be none. */
 static int narrow(PyObject *object, Numbers *out)
 {
-    return numbers(object, out) && out->narrow;
+    DLTensor tensor;
+    if (!host_view(object, &tensor, 1, DL_INT, 32))
+        return 0;
+    *out = (Numbers){tensor.shape[0], (const int32_t *)data_of(&tensor), NULL};
+    return 1;
 }
 
 PyObject *decode_lengths(PyObject *self, PyObject *const *arguments, Py_ssize_t count)

@@ -48,11 +48,18 @@ PyObject *places(PyObject *self, PyObject *buffers)
 }
 
 /* Whether `buffer` is the i-th of `own`, and still in its place. */
-static int is_at(PyObject *buffer, PyObject *own, const Place *kept, Py_ssize_t i)
+static int is_at(PyObject *buffer, PyObject *own, const Place *places, Py_ssize_t i)
 {
-    Place now;
-    return i < PyList_GET_SIZE(own) && buffer == PyList_GET_ITEM(own, i) && place_of(buffer, &now) &&
-           memcmp(&now, kept + i, sizeof(Place)) == 0;
+    DLTensor now;
+    const Place *kept = places + i;
+    if (i >= PyList_GET_SIZE(own) || buffer != PyList_GET_ITEM(own, i) || !view(buffer, &now) ||
+        data_of(&now) != kept->data || now.ndim != kept->ndim || now.device_type != kept->device_type ||
+        now.device_id != kept->device_id || now.dtype.code != kept->code || now.dtype.bits != kept->bits)
+        return 0;
+    for (int d = 0; d < now.ndim; d++)
+        if (now.shape[d] != kept->shape[d] || (now.strides ? now.strides[d] : 0) != kept->strides[d])
+            return 0;
+    return 1;
 }
 
 PyObject *are_at(PyObject *self, PyObject *const *arguments, Py_ssize_t count)
