@@ -4,7 +4,9 @@ the general way gives the same pass."""
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +15,11 @@ import torch
 
 from stepbind.errors import BlockFaultError, StepError
 from stepbind.plan import build_plan
+from stepbind.targets.atom import api, known, usual_gpu
 from stepbind.targets.atom import context as atom_context
-from stepbind.targets.atom import known, usual_gpu
 from stepbind.targets.atom.kept import kept_on
 from stepbind.targets.atom.native import native
+from stepbind.targets.atom.prototypes import is_plain
 from tests.targets.atom_double.case import HYBRID, MODELS, PLAIN, every_class
 from tests.targets.atom_double.fields import values_in
 from tests.targets.atom_double.modules import atom_installed
@@ -110,14 +113,30 @@ def test_a_known_pass_has_the_fields_of_the_general_way(cls: Any, prefill: bool,
         host.warm_up()
         del firsts[:]
         for _ in range(3):
+            host.tables = [table.view_as(table) for table in host.tables]  # other objects in the same places
             arguments = host.next_pass()
             context, want = host.build(arguments), host.build_anew(arguments)
             assert dict(values_in(context)) == dict(values_in(want)), f"seed {seed}"
-            attention = arguments["inputs"].attention_inputs
-            assert context.rtp_attn_inputs is attention
-            assert context.context.positions is arguments["positions"]
-            assert getattr(context.attn_metadata.plugin_metadata, "cg_bufs", None) in (None, arguments["cg_bufs"])
+            first = host.tables[0] if cls is HYBRID or host.store is None else host.store
+            assert_is_of(context, arguments, [first, *host.tables[1:]])
         assert not firsts
+
+
+def assert_is_of(context: Any, arguments: dict[str, Any], tables: list[torch.Tensor]) -> None:
+    """The host's own objects are those of this pass, not of an earlier one with the same values."""
+    attention, metadata = arguments["inputs"].attention_inputs, context.attn_metadata
+    plugin = metadata.plugin_metadata
+    assert context.rtp_attn_inputs is metadata.rtp_attn_inputs is attention
+    assert context.context.positions is arguments["positions"]
+    assert metadata.block_tables is plugin.block_table is tables[0]
+    assert all(group.block_table is tables[group.number] for group in metadata.rtp_groups)
+    assert getattr(plugin, "cg_bufs", None) in (None, arguments["cg_bufs"])
+    if not attention.is_prefill:
+        assert metadata.context_lens is plugin.seq_lens is attention.sequence_lengths_plus_1_device
+    assert metadata.gdn_metadata is context.gdn_metadata
+    if context.gdn_metadata is not None:
+        assert context.gdn_metadata.rtp_attn_inputs is attention
+        assert context.gdn_metadata.rtp_state_indices_cache is context.state_indices_cache
 
 
 @both_phases
@@ -267,6 +286,60 @@ def test_passes_that_are_not_to_raise_are_a_kind_of_their_own() -> None:
     host.build(host.next_pass())
     with pytest.raises(BlockFaultError, match="eager passes that are not strict"):
         PLAIN.check_faults(host.runtime)
+
+
+@pytest.mark.parametrize("how", ["post_init", "own init", "default factory", "slots", "a class of its own"])
+def test_classes_that_are_more_than_their_fields_are_made_by_calling_them(how: str, firsts: list[int]) -> None:
+    """Derived attributes follow the fields of each pass, where ATOM's class has any."""
+    from tests.targets.atom_double import modules
+
+    class Derived(modules.Context):
+        pass
+
+    assert is_plain(modules.Context)
+    assert is_plain(Derived)
+    if how == "post_init":
+
+        @dataclass
+        class Post(modules.AttentionMetaData):
+            def __post_init__(self) -> None:
+                self.doubled = 2 * self.max_seqlen_k
+
+        other: Any = Post
+    elif how == "own init":
+
+        class Init(modules.AttentionMetaData):
+            def __init__(self, **fields: Any) -> None:
+                super().__init__(**fields)
+                self.doubled = 2 * self.max_seqlen_k
+
+        other = Init
+    elif how == "default factory":
+
+        @dataclass
+        class Factory(modules.AttentionMetaData):
+            own: list[int] = field(default_factory=list)
+
+        other = Factory
+    elif how == "slots":
+        other = dataclass(slots=True)(type("Slots", (), {"__annotations__": {"a": int}}))
+    else:
+        other = SimpleNamespace
+    assert not is_plain(other)
+    if how in ("slots", "a class of its own"):
+        return
+    sys.modules["atom.utils.forward_context"].AttentionMetaData = other
+    api._api_of.cache_clear()
+    host = Host(PLAIN, 4, False)
+    host.warm_up()
+    del firsts[:]
+    made = [host.build(host.next_pass()).attn_metadata for _ in range(3)]
+    assert not firsts
+    assert {type(each) for each in made} == {other}
+    if how == "default factory":
+        assert made[1].own is not made[2].own
+    else:
+        assert [each.doubled for each in made] == [2 * each.max_seqlen_k for each in made]
 
 
 def test_kinds_that_were_kept_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch, firsts: list[int]) -> None:

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,37 @@ from stepbind.targets.atom.usual import UsualInputs
 Host = AtomPass | UsualInputs
 StateCaches = tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]
 """State slots by (group number, is prefill): those to write and those to read."""
+
+
+class Made(NamedTuple):
+    """ATOM's objects of a pass of `num_rows` rows. state_write: the state slots that layers ask for and add to."""
+
+    gdn: Any
+    metadata: Any
+    state_write: dict[Any, torch.Tensor]
+    num_rows: int
+
+
+def make(
+    host: Host,
+    computed: Computed,
+    groups: AtomGroups,
+    profile: Profile,
+    api: AtomApi,
+    cg_bufs: Any,
+    captured: PlanBuffers | None,
+    has_gdn: bool,
+) -> Made:
+    """captured: as in `attention_metadata`."""
+    caches = state_caches(host, computed)
+    gdn = gdn_metadata(host, computed, groups, api, caches) if has_gdn else None
+    metadata = attention_metadata(host, computed, groups, profile, api, cg_bufs, captured)
+    metadata.gdn_metadata = gdn
+    metadata.rtp_attn_inputs = host.attn_inputs
+    metadata.rtp_kernel_seq_size_per_block = groups.kernel_block_size
+    metadata.rtp_seq_size_per_block = groups.block_size
+    metadata.rtp_layer_group_map = groups.layer_to_group
+    return Made(gdn, metadata, caches[0], computed.num_rows)
 
 
 def gdn_metadata(host: Host, computed: Computed, groups: AtomGroups, api: AtomApi, caches: StateCaches) -> Any:

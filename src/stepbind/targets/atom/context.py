@@ -12,7 +12,7 @@ import torch
 
 from stepbind.errors import StepError
 from stepbind.targets.atom import api as atom
-from stepbind.targets.atom.assemble import attention_metadata, gdn_metadata, state_caches
+from stepbind.targets.atom.assemble import Made, make
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups
 from stepbind.targets.atom.kept import (
@@ -24,9 +24,11 @@ from stepbind.targets.atom.kept import (
     update_points,
     update_views,
 )
+from stepbind.targets.atom.known import DecodeAgain
 from stepbind.targets.atom.memory import Attached, LayerMaps, collect_layers
 from stepbind.targets.atom.metadata import HYBRID, PLAIN, SPARSE_MLA, Profile
-from stepbind.targets.atom.passes import compute_by_plan, compute_captured, compute_on_host
+from stepbind.targets.atom.passes import PlanBuffers, compute_by_plan, compute_captured, compute_on_host
+from stepbind.targets.atom.prototypes import make_again, prototypes_of
 from stepbind.targets.atom.read import AtomPass, read
 from stepbind.targets.atom.states import state_slots_of_layer
 from stepbind.targets.atom.usual import UsualInputs, usual_inputs, usual_pass
@@ -118,12 +120,14 @@ class RTPForwardContext:
         if positions is None or positions.numel() == 0:
             raise StepError("positions", "none", "one for each new token")
         host: AtomPass | UsualInputs
+        computed: Computed | DecodeAgain
         maps = layer_maps or collect_layers(model, api)
         kept = kept_on(runtime)
         tensors = update_views(kept, runtime, maps, api)
         usual = _usual(cls.profile, kept, runtime, inputs, positions, strict)
+        captured = False
         if usual is not None:
-            (host, groups, computed), captured = usual, False
+            host, groups, computed = usual
         else:
             host = read(inputs)
             groups = update_groups(kept, runtime, maps, host)
@@ -131,26 +135,24 @@ class RTPForwardContext:
             computed, captured = _compute(
                 cls.profile, kept, inputs, host, positions, groups, cg_max_seq_len, strict, level
             )
-        caches = state_caches(host, computed)
-        gdn = gdn_metadata(host, computed, groups, api, caches) if maps[0] else None
-        metadata = attention_metadata(
-            host, computed, groups, cls.profile, api, cg_bufs, kept.buffers if captured else None
+        made = _made(
+            cls.profile, host, computed, groups, api, cg_bufs, kept.buffers if captured else None, bool(maps[0])
         )
         context = object.__new__(cls)
         fields = {
-            "gdn_metadata": gdn,
-            "attn_metadata": metadata,
+            "gdn_metadata": made.gdn,
+            "attn_metadata": made.metadata,
             "rtp_attn_inputs": host.attn_inputs,
             "rtp_seq_size_per_block": groups.block_size,
             "rtp_kernel_seq_size_per_block": groups.kernel_block_size,
             "kv_cache_data": tensors,
-            "state_indices_cache": caches[0],
+            "state_indices_cache": made.state_write,
             "layer_group_map": groups.layer_to_group,
             "context": api.context(
                 positions=positions,
                 is_prefill=host.is_prefill,
-                batch_size=computed.num_rows,
-                graph_bs=computed.num_rows,
+                batch_size=made.num_rows,
+                graph_bs=made.num_rows,
             ),
             "num_tokens": positions.numel(),
             "mla_layer_map": maps[2] if cls.profile.latent_layers else _NO_LAYERS,
@@ -218,12 +220,6 @@ class _Binding(AbstractContextManager[None]):
     def __enter__(self) -> None:
         context = self._cls.build(*self._arguments)
         self._api = api = atom.atom_api()
-        metadata = context.attn_metadata
-        metadata.gdn_metadata = context.gdn_metadata
-        metadata.rtp_attn_inputs = context.rtp_attn_inputs
-        metadata.rtp_kernel_seq_size_per_block = context.rtp_kernel_seq_size_per_block
-        metadata.rtp_seq_size_per_block = context.rtp_seq_size_per_block
-        metadata.rtp_layer_group_map = context.layer_group_map
         latent, self._attached = context.mla_layer_map, None
         if latent:
             points = update_points(kept_on(self._runtime), latent, context.rtp_seq_size_per_block, api)
@@ -282,7 +278,7 @@ def is_on_host(positions: torch.Tensor, table: torch.Tensor) -> bool:
 
 def _usual(
     profile: Profile, kept: Kept, runtime: Any, inputs: Any, positions: torch.Tensor, strict: bool | None
-) -> tuple[UsualInputs, AtomGroups, Computed] | None:
+) -> tuple[UsualInputs, AtomGroups, Computed | DecodeAgain] | None:
     """A pass of the usual kind; None for others, good or bad."""
     if atom.capturing():
         return None
@@ -293,12 +289,34 @@ def _usual(
     groups = kept_groups(kept, runtime.kv_cache, numbers, given.tags, len(given.tables))
     if groups is None:
         return None
+    computed: Computed | DecodeAgain | None
     if is_on_host(positions, given.tables[0]):
         computed = usual_pass(given, inputs, positions, profile, groups)
     else:
         level = _bound.level_of(runtime)
         computed = usual_on_gpu(given, positions, profile, groups, kept.buffers, strict, level)
     return None if computed is None else (given, groups, computed)
+
+
+def _made(
+    profile: Profile,
+    host: AtomPass | UsualInputs,
+    found: Computed | DecodeAgain,
+    groups: AtomGroups,
+    api: atom.AtomApi,
+    cg_bufs: Any,
+    captured: PlanBuffers | None,
+    has_gdn: bool,
+) -> Made:
+    """ATOM's objects; those of a decode of a known kind after the ones that were made first."""
+    if not isinstance(found, DecodeAgain):
+        return make(host, found, groups, profile, api, cg_bufs, captured, has_gdn)
+    of = found.known.prototypes
+    if of is not None and of.api is api and of.profile is profile and (of.gdn is not None) == has_gdn:
+        return make_again(found, of, cg_bufs)
+    made = make(host, found.computed(), groups, profile, api, cg_bufs, None, has_gdn)
+    found.known.prototypes = prototypes_of(made, profile, api)
+    return made
 
 
 def _compute(

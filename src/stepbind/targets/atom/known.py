@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from stepbind.targets.atom.usual_tables import Tensors, UsualGroups
 
 if TYPE_CHECKING:
     from stepbind.plan.fill_triton import Call, Launcher
+    from stepbind.targets.atom.prototypes import Prototypes
 
 MAX_KNOWN = 128
 """Kinds of passes that are remembered: a host has a set of tables for each number of rows, or makes them anew."""
@@ -34,13 +35,13 @@ MAX_SIZES = 64
 Key = tuple[bytes, bool, bool, int, int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Known:
     """What passes of one kind share.
 
     pointer: to the descriptor. decode: the call that fills one. rows: B. max_context: tokens of a row that arena and
     tables have room for. ones: [B] int32 new tokens of each row of a decode. slots, read, write: of each of
-    `AtomGroups.planned`. with_tokens: whether there are values of each token.
+    `AtomGroups.planned`. with_tokens: whether there are values of each token. prototypes: of a decode's objects.
     """
 
     arena: Arena
@@ -60,6 +61,7 @@ class Known:
     context_len: torch.Tensor
     has_prior: torch.Tensor | None
     with_tokens: bool
+    prototypes: Prototypes | None = None
     by_tokens: dict[tuple[int, int], tuple[Tensors, SharedValues]] = field(default_factory=dict)
 
 
@@ -106,12 +108,39 @@ def remember(kept: dict[Key, Known], key: Key, known: Known) -> None:
     kept[key] = known
 
 
-def compute_known(known: Known, given: UsualInputs, tokens: int) -> Computed | None:
+class DecodeAgain(NamedTuple):
+    """A decode of a known kind, whose values have been filled. longest: the longest context; total: the sum of
+    contexts, in tokens."""
+
+    known: Known
+    given: UsualInputs
+    longest: int
+    total: int
+
+    def computed(self) -> Computed:
+        known, given, longest, total = self
+        return computed_of(
+            known.groups,
+            given.tables[0],
+            self.groups(),
+            _states(known),
+            shared=known.shared,
+            start=one_each(known.rows),
+            context=given.lengths[3],
+            has_prior=None,
+            sizes=UsualSizes(known.rows, known.rows, 1, longest, total, False),
+        )
+
+    def groups(self) -> UsualGroups:
+        return _groups(self.known, self.given, self.known.slots)
+
+
+def compute_known(known: Known, given: UsualInputs, tokens: int) -> Computed | DecodeAgain | None:
     """None for a pass that is of another kind after all, good or bad."""
     return (_prefill if given.is_prefill else _decode)(known, given, tokens)
 
 
-def _decode(known: Known, given: UsualInputs, tokens: int) -> Computed | None:
+def _decode(known: Known, given: UsualInputs, tokens: int) -> DecodeAgain | None:
     new, prefix, prior, context, start, _ = given.lengths
     if known.ones is None or known.decode is None or tokens != known.rows:
         return None
@@ -120,17 +149,7 @@ def _decode(known: Known, given: UsualInputs, tokens: int) -> Computed | None:
         return None
     longest, total, contexts = found
     known.decode.launch(known.pointer, known.ones.data_ptr(), contexts, tokens, *known.decode.arguments)
-    return computed_of(
-        known.groups,
-        given.tables[0],
-        _groups(known, given, known.slots),
-        _states(known),
-        shared=known.shared,
-        start=one_each(tokens),
-        context=context,
-        has_prior=None,
-        sizes=UsualSizes(tokens, tokens, 1, longest, total, False),
-    )
+    return DecodeAgain(known, given, longest, total)
 
 
 def _prefill(known: Known, given: UsualInputs, tokens: int) -> Computed | None:

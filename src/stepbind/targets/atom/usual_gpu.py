@@ -17,7 +17,7 @@ from stepbind.plan.plan import conv_list_size
 from stepbind.step import BlockTable, BlockTables, Lengths, Phase, Step
 from stepbind.targets.atom.computed import Computed
 from stepbind.targets.atom.groups import AtomGroups
-from stepbind.targets.atom.known import Key, compute_known, key_of, known_of, remember
+from stepbind.targets.atom.known import DecodeAgain, Key, compute_known, key_of, known_of, remember
 from stepbind.targets.atom.metadata import Profile
 from stepbind.targets.atom.passes import PlanBuffers
 from stepbind.targets.atom.read import Numbers, one_each
@@ -34,7 +34,7 @@ def usual_on_gpu(
     buffers: PlanBuffers,
     strict: bool | None,
     level: int,
-) -> Computed | None:
+) -> Computed | DecodeAgain | None:
     """None for a pass that is not usual. strict, level, and what is raised: as in `passes.compute_by_plan`."""
     if groups.first_paged < 0 or groups.has_kernel_blocks or strict or not given.is_store_alike:
         return None
