@@ -125,9 +125,10 @@ def test_a_replayed_launch_sees_what_the_host_changed_in_place() -> None:
     step.tables[1].blocks[0, 1] = 78
     launcher = arena.launcher
     assert launcher is not None
-    bucket = next(iter(launcher.buckets.values()))
+    call = next(iter(launcher.buckets.values())).call
     query, prior = step.query_len.device, step.prior_len.device
-    bucket.launch(plan.descriptor, query.data_ptr(), prior.data_ptr(), 3, *bucket.arguments)
+    assert plan.descriptor is not None
+    call.launch(fill_triton.pointer_to(plan.descriptor), query.data_ptr(), prior.data_ptr(), 3, *call.arguments)
     paged, state = plan.groups
     assert isinstance(paged, PagedPlan)
     assert isinstance(state, StatePlan)

@@ -117,7 +117,7 @@ GUARDS = [
         "    _fill_shared(step, plan.shared)\n",
         "    [_fill_shared(step, plan.shared) for _ in step.tables]\n",
     ),
-    Guard("25", LAUNCH, "        bucket.launch(descriptor,", "        for _ in step.tables: bucket.launch(descriptor,"),
+    Guard("25", LAUNCH, "        call.launch(pointer_to(", "        for _ in step.tables: call.launch(pointer_to("),
     Guard("25", KERNELS, "is_first = tl.program_id(1) == 0", "is_first = tl.program_id(1) >= 0"),
     Guard("25", RTP_BINDING, "if key == self._sources_key:", "if False:"),
     Guard("25", "hosts/local/rows.py", "if self._add_new_blocks():", "if self._add_new_blocks() or True:"),
