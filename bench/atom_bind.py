@@ -7,8 +7,8 @@ The environment variable says where ATOM's own bridge lies; it is no part of thi
 times are printed. Both run under the double of ATOM that the tests use: 48 layers, 4 cache groups for the hybrid, one
 for the other models. A bind is all that both do between the host's inputs and the layers: build, set as the ambient
 context, and restore; "with states" adds what ATOM's Gated DeltaNet layers ask for, each its state slots. On a GPU a
-second table has ours alone, in turn with one empty Triton launch, and a third what the GPU was asked for. Prints the
-tables, and writes them to FILE.
+second table has ours alone, in turn with one empty Triton launch, a third passes of which none is like an earlier one,
+and a fourth what the GPU was asked for. Prints the tables, and writes them to FILE.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import random
 import statistics
 import sys
 import time
@@ -39,6 +40,8 @@ LAYERS = 48
 BLOCK_SIZE, NUM_BLOCKS = 64, 4096
 REPEATS = 400
 PASSES = 4
+NEW_PASSES = 600
+"""More than anything here remembers kinds or sizes of."""
 HYBRID, PLAIN, LATENT = "RTPForwardQwen35HybridContext", "RTPForwardContext", "RTPForwardMLAContext"
 
 
@@ -48,6 +51,8 @@ class Case:
     rows: int
     query: int
     prior: int
+    new: str = ""
+    """What is new in every pass: "tables", which then lie elsewhere, or "counts" of up to `query` new tokens."""
 
     @property
     def prefill(self) -> bool:
@@ -56,7 +61,7 @@ class Case:
     def __str__(self) -> str:
         kind = {HYBRID: "hybrid", PLAIN: "plain", LATENT: "sparse MLA"}[self.name]
         what = f"prefill {self.rows} x {self.query}" if self.prefill else f"decode, {self.rows} rows"
-        return f"{kind}, {what}"
+        return f"{kind}, {what}" + (f", other {self.new}" if self.new else "")
 
 
 CASES = [
@@ -64,6 +69,12 @@ CASES = [
     Case(HYBRID, 1, 8192, 64),
     Case(HYBRID, 16, 512, 64),
     *(Case(name, *sizes) for name in (PLAIN, LATENT) for sizes in ((256, 1, 511), (16, 512, 64))),
+]
+NEW_CASES = [
+    Case(HYBRID, 32, 1, 511, "tables"),
+    Case(HYBRID, 16, 512, 64, "tables"),
+    Case(HYBRID, 16, 512, 64, "counts"),
+    Case(LATENT, 16, 512, 64, "counts"),
 ]
 MODELS: dict[str, Callable[[int], Any]] = {
     HYBRID: passes.hybrid_model,
@@ -79,23 +90,31 @@ class Bench:
         self.case, self.device = case, device
         self.model = MODELS[case.name](LAYERS)
         self.kv_cache = passes.runtime_for(self.model, BLOCK_SIZE, BLOCK_SIZE, NUM_BLOCKS, device).kv_cache
-        self.passes = [self._pass(number) for number in range(PASSES)]
+        self.tables = [self._tables(number) for number in range(NEW_PASSES if case.new == "tables" else PASSES)]
+        self.passes = [self._pass(number) for number in range(NEW_PASSES if case.new else PASSES)]
 
-    def _pass(self, number: int) -> tuple[Any, torch.Tensor]:
-        """Inputs and positions; each pass has `number` tokens more in the cache."""
-        case = self.case
-        groups = 4 if case.name == HYBRID else 1
-        query, prior = [case.query] * case.rows, [case.prior + number] * case.rows
+    def _tables(self, number: int) -> list[torch.Tensor]:
+        """Of each group, and the store's of the first one."""
+        case, groups = self.case, 4 if self.case.name == HYBRID else 1
         columns = -(-(case.prior + PASSES + case.query) // BLOCK_SIZE)
         generator = torch.Generator().manual_seed(number)
         shape = (groups, case.rows, columns)
-        blocks = torch.randint(1, NUM_BLOCKS, shape, generator=generator, dtype=torch.int32)
+        blocks = torch.randint(1, NUM_BLOCKS, shape, generator=generator, dtype=torch.int32).to(self.device)
+        return [each.clone() for each in (*blocks, blocks[0])]
+
+    def _pass(self, number: int) -> tuple[Any, torch.Tensor]:
+        """Inputs and positions; each pass has a token more in the cache than the one before, every few ones."""
+        case = self.case
+        query, prior = [case.query] * case.rows, [case.prior + number % PASSES] * case.rows
+        if case.new == "counts":
+            query = [random.Random(number).randint(1, case.query) for _ in query]
+        *tables, store = self.tables[number % len(self.tables)]
         inputs = passes.pass_inputs(
             prefill=case.prefill,
             query=query,
             prior=prior,
-            tables=[each.clone() for each in blocks],
-            store=blocks[0].clone(),
+            tables=tables,
+            store=store,
             layer_to_group=[0 if layer % 4 == 3 else 1 + layer % 4 for layer in range(LAYERS)],
         )
         return passes.on_device(inputs, self.device), passes.positions_of(query, prior).to(self.device)
@@ -197,7 +216,8 @@ def tables(reference: Any | None, device: str) -> str:
     if device == "cpu":
         return text
     columns = ["case", "floor, us", "bind alone, us", "floors", "with states, us", "floors"]
-    text += f"\n\n{table(columns, [floors_row(case) for case in CASES])}"
+    for cases in (CASES, NEW_CASES):
+        text += f"\n\n{table(columns, [floors_row(case) for case in cases])}"
     columns = ["launches", "copies", "to the host", "waits", "GPU us"]
     columns = ["case", *columns, *[f"reference: {name}" for name in columns if both]]
     return f"{text}\n\n{table(columns, [counts_row(case, reference) for case in CASES])}"

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
+from triton import knobs
 
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.plan import PagedPlan, build_plan, make_arena
@@ -42,6 +43,19 @@ def hybrid_step(phase: Phase, rows: int, query: int, prior: int, *, device_lengt
     ids = torch.arange(1, rows * columns + 1, dtype=torch.int32, device="cuda").reshape(rows, columns)
     tables = tuple(BlockTable(group, ids.clone()) for group in GROUPS)
     return Step(phase, lengths(query), lengths(prior), tables)
+
+
+def test_a_profilers_hook_hears_fills() -> None:
+    arena = make_arena(GROUPS, max_rows=2, max_tokens=2, max_context=64, device="cuda")
+    step, heard = hybrid_step(Phase.DECODE, 2, 1, 9, device_lengths=True), []
+    build_plan(step, arena)
+    before, knobs.runtime.launch_enter_hook = knobs.runtime.launch_enter_hook, lambda metadata: heard.append(metadata)
+    try:
+        build_plan(step, arena)
+    finally:
+        knobs.runtime.launch_enter_hook = before
+    build_plan(step, arena)
+    assert [of.get()["name"] for of in heard] == ["fill_decode"]
 
 
 def test_lengths_that_wait_for_a_busy_gpu_are_their_own_steps() -> None:

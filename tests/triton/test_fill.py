@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.plan import Arena, PagedPlan, StatePlan, build_plan, fill_triton, make_arena
+from stepbind.plan.launch import pointer_to
 from stepbind.plan.staging import SLOTS_OF_A_PAGE
 from stepbind.step import BlockTable, Lengths, Phase, Step, make_step
 from tests.fill_checks import check_fill, check_fills_in_a_row, on_device, poisoned_arena, with_garbage_tables
@@ -128,7 +129,7 @@ def test_a_replayed_launch_sees_what_the_host_changed_in_place() -> None:
     call = next(iter(launcher.buckets.values())).call
     query, prior = step.query_len.device, step.prior_len.device
     assert plan.descriptor is not None
-    call.launch(fill_triton.pointer_to(plan.descriptor), query.data_ptr(), prior.data_ptr(), 3, *call.arguments)
+    call.launch(pointer_to(plan.descriptor), query.data_ptr(), prior.data_ptr(), 3, *call.arguments)
     paged, state = plan.groups
     assert isinstance(paged, PagedPlan)
     assert isinstance(state, StatePlan)

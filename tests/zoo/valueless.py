@@ -61,7 +61,7 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *arguments, **options: launches.append(kernel.fn.__name__)
 
     monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
-    monkeypatch.setattr(fill_triton, "_compiled", lambda kernel, *arguments: kernel)
+    monkeypatch.setattr(fill_triton, "compiled_for", lambda kernel, *arguments: kernel)
     monkeypatch.setattr(attention, "paged_attention", triton_attention.paged_attention)
     monkeypatch.setattr(attention, "write_kv", triton_cache_write.write_kv)
     monkeypatch.setattr(gated_delta, "causal_conv", triton_causal_conv.causal_conv)

@@ -8,7 +8,6 @@ host whose tables stay where they are needs one for each of its table sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import triton
-from triton.runtime.jit import JITFunction
 
 from stepbind.errors import StepError
 from stepbind.groups import GroupKind
@@ -32,6 +30,7 @@ from stepbind.plan.arena import (
     step_views,
 )
 from stepbind.plan.fill_ragged import fill_ragged
+from stepbind.plan.launch import Call, compiled_for, launch_on, pointer_to
 from stepbind.plan.plan import GroupPlan, PagedPlan, Plan, Shared, Sizes, StatePlan
 from stepbind.plan.staging import Staging
 from stepbind.step import Phase, Step
@@ -66,15 +65,6 @@ def fill_triton(step: Step, arena: Arena) -> Plan:
     if arena.launcher is None:
         arena.launcher = Launcher.of(arena)
     return arena.launcher.fill(step)
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """The kernel on a grid, and its last arguments. Those before them: a descriptor (`pointer_to`), the addresses of
-    query_len and prior_len, [num_rows] int32, and num_rows."""
-
-    launch: Callable[..., None]
-    arguments: tuple[int | bool, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,8 +215,8 @@ class Launcher:
         if compiled is None:
             address = self.uploaded_lengths
             arguments = (self.upload, address, address, rows, *numbers, *constants)
-            compiled = self.compiled[constants] = _compiled(kernel, warps, *arguments)
-        return Call(compiled[grid], (*numbers, *constants))
+            compiled = self.compiled[constants] = compiled_for(kernel, warps, *arguments)
+        return Call(launch_on(compiled, grid, self.arena.device), (*numbers, *constants))
 
     def _views(self, rows: int, snapshots: tuple[int, ...]) -> tuple[RowViews, tuple[StatePlan, ...]]:
         of_rows = self.row_views.get(rows)
@@ -306,23 +296,6 @@ def _group_words(group_plan: GroupPlan, faults: torch.Tensor, powers: bool) -> l
         outputs = (group_plan.state_read, group_plan.state_write, kept.row, kept.offset, kept.slot)
         words += [values.data_ptr() for values in outputs]
     return words
-
-
-def _compiled(kernel: Any, warps: int, *arguments: Any) -> Any:
-    """The kernel, compiled for such arguments; `[grid]` makes a call of it that launches it.
-
-    A compiled kernel's own call skips what a JIT call does each time: binding, specialising and looking itself up.
-    It takes the same arguments, and none of them is specialised on here but the descriptor's alignment, so that one
-    serves all sizes. Compiles for the current device, which is the arena's wherever a forward runs.
-    """
-    if not isinstance(kernel, JITFunction):  # Triton's interpreter
-        return kernel
-    return kernel.warmup(*arguments, grid=(1, 1, 1), num_warps=warps)
-
-
-def pointer_to(descriptor: torch.Tensor) -> Any:
-    """What a `Call` takes for it: the address, which a compiled kernel's call takes in less time than a tensor."""
-    return descriptor.data_ptr() if isinstance(kernels.fill_decode, JITFunction) else descriptor
 
 
 def _make_room(kept: dict[Any, Any], limit: int) -> None:

@@ -76,4 +76,4 @@ def decode(cls: Any, table: Any = DECODE_TABLE, prior: list[int] = DECODE_PRIOR,
 
 
 def capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "capturing", lambda: True)
+    monkeypatch.setattr(api, "capturing", lambda **_: True)

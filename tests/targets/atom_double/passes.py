@@ -103,8 +103,10 @@ def on_device(inputs: SimpleNamespace, device: str) -> SimpleNamespace:
         if name.endswith("_by_group") and value is not None:
             value = [table.to(device) for table in value]
         elif isinstance(value, torch.Tensor) and name != "kv_cache_layer_to_group":
-            on_host = value if device == "cpu" else value.pin_memory()
-            value = value.to(device) if name.endswith("_device") else on_host
+            if name.endswith("_device"):
+                value = value.to(device)
+            elif device != "cpu":
+                value = value.pin_memory()
         moved[name] = value
     return SimpleNamespace(attention_inputs=SimpleNamespace(**moved))
 

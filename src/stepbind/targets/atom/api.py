@@ -89,6 +89,7 @@ def _classes(*places: tuple[str, str]) -> tuple[type, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def capturing() -> bool:
-    """Whether the current stream is being captured. A CPU build of torch cannot be asked that (seed behaviour 25)."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def capturing(*, on_gpu: bool = False) -> bool:
+    """Whether the current stream is being captured. A CPU build of torch cannot be asked that (seed behaviour 25).
+    on_gpu: for callers with tensors there, which spares a question."""
+    return (on_gpu or torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()

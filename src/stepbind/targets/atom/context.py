@@ -280,7 +280,7 @@ def _usual(
     profile: Profile, kept: Kept, runtime: Any, inputs: Any, positions: torch.Tensor, strict: bool | None
 ) -> tuple[UsualInputs, AtomGroups, Computed | DecodeAgain] | None:
     """A pass of the usual kind; None for others, good or bad."""
-    if atom.capturing():
+    if atom.capturing(on_gpu=positions.is_cuda):
         return None
     given = usual_inputs(inputs, physical=profile.physical_table)
     numbers = None if given is None else kept_numbers(kept, given.layer_to_group)

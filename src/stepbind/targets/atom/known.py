@@ -24,7 +24,8 @@ from stepbind.targets.atom.usual import UsualInputs, UsualSizes, computed_of, st
 from stepbind.targets.atom.usual_tables import Tensors, UsualGroups
 
 if TYPE_CHECKING:
-    from stepbind.plan.fill_triton import Call, Launcher
+    from stepbind.plan.fill_triton import Launcher
+    from stepbind.plan.launch import Call
     from stepbind.targets.atom.prototypes import Prototypes
 
 MAX_KNOWN = 128
@@ -75,7 +76,7 @@ def known_of(
     step: Step, arena: Arena, plan: Plan, groups: AtomGroups, values: UsualGroups, shared: SharedValues
 ) -> Known:
     """What is kept of a first pass. values: of `AtomGroups.planned`."""
-    from stepbind.plan.fill_triton import pointer_to  # needs Triton, as plans with a descriptor do
+    from stepbind.plan.launch import pointer_to  # needs Triton, as plans with a descriptor do
 
     assert arena.launcher is not None
     assert plan.descriptor is not None
