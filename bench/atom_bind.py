@@ -191,7 +191,7 @@ def counts_row(case: Case, reference: Any | None) -> list[object]:
             for _ in range(2 * PASSES):
                 call()
             did = counts(call)
-            cells += [did.launches, did.copies, did.device_to_host, did.syncs, f"{did.gpu_us:.0f}"]
+            cells += [did.launches, did.copies, did.device_to_host, did.syncs, did.allocations, f"{did.gpu_us:.0f}"]
     return cells
 
 
@@ -218,7 +218,7 @@ def tables(reference: Any | None, device: str) -> str:
     columns = ["case", "floor, us", "bind alone, us", "floors", "with states, us", "floors"]
     for cases in (CASES, NEW_CASES):
         text += f"\n\n{table(columns, [floors_row(case) for case in cases])}"
-    columns = ["launches", "copies", "to the host", "waits", "GPU us"]
+    columns = ["launches", "copies", "to the host", "waits", "allocations", "GPU us"]
     columns = ["case", *columns, *[f"reference: {name}" for name in columns if both]]
     return f"{text}\n\n{table(columns, [counts_row(case, reference) for case in CASES])}"
 

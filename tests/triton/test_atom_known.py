@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepbind.errors import BlockFaultError, StepError
 from stepbind.plan import build_plan
+from stepbind.plan.launch import Call
 from stepbind.targets.atom import api, known, usual_gpu
 from stepbind.targets.atom import context as atom_context
 from stepbind.targets.atom.kept import kept_on
@@ -137,6 +139,37 @@ def assert_is_of(context: Any, arguments: dict[str, Any], tables: list[torch.Ten
     if context.gdn_metadata is not None:
         assert context.gdn_metadata.rtp_attn_inputs is attention
         assert context.gdn_metadata.rtp_state_indices_cache is context.state_indices_cache
+
+
+class Operations(TorchDispatchMode):
+    """Notes torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*arguments, **(keywords or {}))
+
+
+@every_class
+@both_phases
+def test_a_known_pass_is_a_launch_and_no_operation_of_torchs(cls: Any, prefill: bool) -> None:
+    """So it allocates nothing on the device, copies nothing and waits for nothing. A prefill's slices were made with
+    the first one of its sizes; its offsets are on the host, and `numpy` detaches them."""
+    host = Host(cls, 5, prefill)
+    host.warm_up()
+    arguments = host.next_pass()
+    host.build(arguments)
+    launches: list[Any] = []
+    nothing = Call(lambda *given: launches.append(given), ())  # Triton's interpreter works on tensors
+    for kind in kept_on(host.runtime).buffers.known.values():
+        kind.decode = None if kind.decode is None else nothing
+        kind.launcher.calls = dict.fromkeys(kind.launcher.calls, nothing)
+    with Operations() as seen:
+        host.build(arguments)
+    assert (len(launches), seen.names) == (1, ["aten.detach.default"] if prefill else [])
 
 
 @both_phases
