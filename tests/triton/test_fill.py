@@ -7,11 +7,14 @@ import weakref
 from unittest.mock import patch
 
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepbind.groups import CacheGroup, GroupKind
 from stepbind.plan import Arena, PagedPlan, StatePlan, build_plan, fill_triton, make_arena
+from stepbind.plan.fill_kernels import int32
 from stepbind.plan.launch import pointer_to
 from stepbind.plan.staging import SLOTS_OF_A_PAGE
 from stepbind.step import BlockTable, Lengths, Phase, Step, make_step
@@ -112,6 +115,19 @@ def test_what_is_kept_for_many_sizes_is_bounded() -> None:
     assert launcher is not None
     assert [len(of) for of in (launcher.buckets, launcher.row_views, launcher.state_views)] == [3, 3, 3]
     assert len(launcher.descriptors) <= 3
+
+
+@triton.jit
+def _store_address(out, address):
+    tl.store(out, int32(address).to(tl.int64))
+
+
+def test_addresses_that_fit_in_32_bits_are_addresses_too() -> None:
+    """As a Python has them that is no position-independent executable, Debian's own among them."""
+    out = torch.zeros(1, dtype=torch.int64)
+    for address in (2**20, 2**31 - 4, 2**40):
+        _store_address[(1,)](out, address)
+        assert out.item() == address
 
 
 def test_a_replayed_launch_sees_what_the_host_changed_in_place() -> None:

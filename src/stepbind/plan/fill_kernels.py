@@ -62,7 +62,8 @@ def i32(desc, field):
 
 @triton.jit
 def int32(address):
-    return address.to(tl.pointer_type(tl.int32))
+    # An argument that fits has 32 bits: a Python that is no position-independent executable has its heap that low.
+    return address.to(tl.int64).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
